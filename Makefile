@@ -1,0 +1,27 @@
+# fedcog: `make demo` shows it, `make test` proves it. Both set up what they need in .venv and may be run again at will.
+
+.PHONY: demo test clean
+
+# The first Python that is 3.11 or newer; choose another with: make demo PYTHON=/path/to/python3.12
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo "$$python"; break; }; done)
+BIN := .venv/bin
+
+demo: .venv/.ready
+	$(BIN)/python -m fedcog compare examples/demo.toml --algorithms fedavg fedcog --seeds 0 1 2 --out runs/demo
+
+test: .venv/.ready
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m mypy
+	$(BIN)/python -m pytest
+
+.venv/.ready: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "fedcog needs Python 3.11 or newer, and found none: install it, or name it with make PYTHON=..."; exit 1; }
+	@echo "Setting up .venv (the first time this takes a few minutes)"
+	"$(PYTHON)" -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch .venv/.ready
+
+clean:
+	rm -rf .venv runs/demo

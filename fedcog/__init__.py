@@ -1,0 +1,38 @@
+"""fedcog: federated learning with consensus-oriented generation, its rivals, and a fast simulator."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+try:
+    __version__ = version("fedcog")
+except PackageNotFoundError:  # run from a checkout that was never installed
+    __version__ = "0.0.0"
+
+from fedcog.algorithms import ALGORITHMS, Algorithm, FedAvg, FedCOG, FedProx, Wrapper
+from fedcog.data import DataError, Dataset, from_arrays, from_torch
+from fedcog.experiments.config import Experiment, make_algorithm
+from fedcog.experiments.run import Run, load, read, run
+from fedcog.models import Model, ModelError
+from fedcog.settings import ConfigError
+
+__all__ = [
+    "ALGORITHMS",
+    "Algorithm",
+    "ConfigError",
+    "DataError",
+    "Dataset",
+    "Experiment",
+    "FedAvg",
+    "FedCOG",
+    "FedProx",
+    "Model",
+    "ModelError",
+    "Run",
+    "Wrapper",
+    "__version__",
+    "from_arrays",
+    "from_torch",
+    "load",
+    "make_algorithm",
+    "read",
+    "run",
+]

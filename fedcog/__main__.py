@@ -1,0 +1,7 @@
+"""`python -m fedcog`."""
+
+import sys
+
+from fedcog.cli import main
+
+sys.exit(main())

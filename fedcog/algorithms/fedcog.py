@@ -1,0 +1,113 @@
+"""FedCOG (Ye et al., ICLR 2024): clients complement their data with inputs the global model is sure of."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedcog import generation
+from fedcog.algorithms.base import Batch, Draw, Effort, Site, Wrapper
+from fedcog.models import Model
+from fedcog.settings import setting
+from fedcog.task import Labels
+from fedcog.tree import Params, State
+
+
+@dataclass(frozen=True)
+class FedCOG(Wrapper):
+    """Any algorithm, with each client's data complemented by generated inputs that it distils the global model on."""
+
+    count: int = setting(256, "inputs generated per client and round", "> 0")
+    steps: int = setting(100, "optimisation steps of the inputs", ">= 0")
+    lambda_dis: float = setting(0.1, "weight of the disagreement between global and previous local model", ">= 0")
+    lr: float = setting(0.01, "learning rate of the inputs", "> 0")
+    beta1: float = setting(0.5, "Adam's decay of the mean, for the inputs", ">= 0", "< 1")
+    beta2: float = setting(0.9, "Adam's decay of the square, for the inputs", ">= 0", "< 1")
+    source: Literal["global+local", "global", "noise"] = setting(
+        "global+local", "what shapes the inputs: both models, the global one alone, or nothing"
+    )
+    labels: Labels = setting("complementary", "which labels are asked for: those the client lacks, or all alike")
+    supervision: Literal["soft", "hard"] = setting(
+        "soft", "what is learnt on them: the global model's outputs, or its decisions"
+    )
+    weighting: Literal["balanced", "fixed"] = setting(
+        "balanced", "shares of real and generated loss: by how much is missing, or 1 and lambda_kd"
+    )
+    lambda_kd: float = setting(0.01, "weight of the generated loss under fixed weighting", ">= 0")
+    start_round: int = setting(50, "rounds of the inner algorithm before generation begins", ">= 0")
+    generation_batch: int = setting(0, "inputs optimised at a time, to save memory; 0: all", ">= 0")
+
+    def draws(self, round: int, model: Model) -> dict[str, Draw]:
+        """Noise, once awake: without it the rest of this class lies dormant."""
+        awake = {"noise": Draw((self.count, *model.input_shape))} if round >= self.start_round else {}
+        return self.inner.draws(round, model) | awake
+
+    def client_init(self, shared: State) -> State:
+        """A client that never took part has the global model for its previous one."""
+        return self.inner.client_init(shared) | {"previous": shared["params"] | shared["buffers"]}
+
+    def extra_data(self, site: Site, draws: Params) -> dict[str, Batch]:
+        """Generated inputs with their labels and the teacher's outputs on them."""
+        extra = self.inner.extra_data(site, draws)
+        if "noise" not in draws:
+            return extra
+        teacher, labels = self._teacher(site), site.task.targets(site.counts, self.count, self.labels)
+        x = generation.generate(
+            site.task, site.model, teacher, site.own["previous"], labels, draws["noise"], self._recipe(), site.gradient
+        )
+        return extra | {"made": {"x": x, "y": labels, "logits": site.model.predict(teacher, x)}}
+
+    def exhibit(self, site: Site, draws: Params) -> Params:
+        """Eight of the inputs on their way from noise, evenly spread over the labels asked for."""
+        shown = self.inner.exhibit(site, draws)
+        if "noise" not in draws:
+            return shown
+        recipe = self._recipe()
+        some = torch.linspace(0, self.count - 1, min(8, self.count), device=site.counts.device).round().long()
+        labels = site.task.targets(site.counts, self.count, self.labels)[some]
+        marks = sorted({recipe.steps * quarter // 4 for quarter in range(5)})
+        teacher, previous = self._teacher(site), site.own["previous"]
+        loss = generation.objective(site.task, site.model, teacher, previous, recipe.disagreement, self.count)
+        trail = generation.trail(loss, draws["noise"][some], labels, recipe, site.gradient, marks)
+        return shown | {"images": torch.stack(trail), "labels": labels, "steps": torch.tensor(marks)}
+
+    def outputs(self, params: Params, batch: Batch, site: Site) -> State:
+        """Inner's, and those on the generated inputs, which leave running statistics alone."""
+        outputs = self.inner.outputs(params, batch, site)
+        if "made" in batch:
+            outputs = outputs | {"made": site.logits(params, batch["made"]["x"], track=False)}
+        return outputs
+
+    def data_loss(self, outputs: State, batch: Batch, site: Site) -> Tensor:
+        """real_share * the inner data term + made_share * KL(p_G || p_theta) on the generated inputs (eq. 3)."""
+        real = self.inner.data_loss(outputs, batch, site)
+        if "made" not in batch:
+            return real
+        teacher = batch["made"]["logits"]
+        if self.supervision == "soft":
+            made = site.task.distil(teacher, outputs["made"]).mean()
+        else:
+            made = site.task.loss(outputs["made"], site.task.decide(teacher)).mean()
+        real_share, made_share = self._shares(site)
+        return real_share * real + made_share * made
+
+    def client_update(self, params: Params, site: Site, effort: Effort) -> tuple[State, State]:
+        """Inner's; the local model is kept as the next round's previous one, and nothing more is sent."""
+        own, payload = self.inner.client_update(params, site, effort)
+        return own | {"previous": params | site.buffers}, payload
+
+    def _teacher(self, site: Site) -> Params:
+        weights: Params = self.inner.client_start(site) | site.shared["buffers"]
+        return weights
+
+    def _recipe(self) -> generation.Recipe:
+        steps = 0 if self.source == "noise" else self.steps
+        disagreement = self.lambda_dis if self.source == "global+local" else 0.0
+        return generation.Recipe(steps, self.lr, (self.beta1, self.beta2), disagreement, self.generation_batch)
+
+    def _shares(self, site: Site) -> tuple[Tensor | float, Tensor | float]:
+        if self.weighting == "fixed":
+            return 1.0, self.lambda_kd
+        there, missing = site.counts.sum().to(site.lr.dtype), site.task.missing(site.counts).sum()
+        return there / (there + missing), missing / (there + missing)

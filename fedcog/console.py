@@ -1,0 +1,246 @@
+"""What the command line shows: progress, tables, faults."""
+
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType, TracebackType
+from typing import Any, Literal, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+from torch import Tensor
+
+from fedcog import settings
+from fedcog.algorithms import ALGORITHMS
+from fedcog.data import SOURCES, sources
+from fedcog.data.partition import KINDS, PARTITIONS, natural
+from fedcog.experiments.config import Experiment, layers, name_of
+from fedcog.experiments.run import Run
+from fedcog.experiments.summary import group
+from fedcog.models import MODELS
+
+Style = Literal["auto", "plain", "quiet"]
+
+_out, _err = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def say(text: str, style: Style) -> None:
+    """A line of results."""
+    if style != "quiet":
+        _out.print(text, markup=False)
+
+
+def note(text: str) -> None:
+    """A line beside the results."""
+    _err.print(f"fedcog: {text}", markup=False)
+
+
+def faults(found: Sequence[str]) -> int:
+    """Every fault on a line of its own; the exit code that goes with them."""
+    for fault in found:
+        _err.print(f"fedcog: {fault}", markup=False)
+    return 2
+
+
+def _lively(style: Style) -> bool:
+    return style == "auto" and _err.is_terminal
+
+
+class Progress:
+    """Rounds as they come: a bar on a terminal, plain lines in a log; Ctrl-C asks for a stop after the round."""
+
+    def __init__(self, rounds: int, style: Style) -> None:
+        self.rounds, self.style, self.done, self.stop = rounds, style, 0, False
+        self.began = time.monotonic()
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total} rounds"),
+            TextColumn("{task.fields[accuracy]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        self.bar = Bar(*columns, console=_err, disable=not _lively(style))
+        self.task = self.bar.add_task("training", total=rounds, accuracy="")
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        self.before = {name: signal.signal(name, self._ask) for name in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+        for name, handler in self.before.items():
+            signal.signal(name, handler)
+
+    def stopping(self) -> bool:
+        """Has a stop been asked for?"""
+        return self.stop
+
+    def advance(self, line: dict[str, Any]) -> None:
+        """Show a finished round."""
+        self.done += 1
+        accuracy = f"accuracy {100 * line['accuracy']:.2f}%" if line.get("accuracy") is not None else ""
+        if self.style == "quiet":
+            return
+        if _lively(self.style):
+            self.bar.update(self.task, completed=self.done, accuracy=accuracy)
+            return
+        left = (time.monotonic() - self.began) / self.done * (self.rounds - self.done)
+        loss = "not finite" if line["loss"] is None else f"{line['loss']:.4f}"
+        total = line["seconds"]["total"]
+        note(f"round {line['round']}: loss {loss} {accuracy} ({total:.1f} s; {left:.0f} s left)".replace("  ", " "))
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.stop:
+            raise KeyboardInterrupt
+        self.stop = True
+        note("finishing this round, then stopping; once more stops at once.")
+
+
+class Download:
+    """Bytes as they come."""
+
+    def __init__(self) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        self.bar = Bar(*columns, console=_err, disable=not _err.is_terminal)
+        self.tasks: dict[str, Any] = {}
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+
+    def advance(self, name: str, done: int, total: int | None) -> None:
+        """Show how far a file is."""
+        if name not in self.tasks:
+            self.tasks[name] = self.bar.add_task(name, total=total)
+        self.bar.update(self.tasks[name], completed=done, total=total)
+
+
+def experiment(what: Experiment, out: Any, style: Style) -> None:
+    """The settings of a run that is about to start."""
+    if style == "quiet":
+        return
+    local = f"{what.local_epochs:g} epochs" if what.local_epochs else f"{what.local_steps} steps"
+    say(
+        f"{name_of(what.algorithm)} on {what.dataset}: {what.clients} clients ({_partition_words(what)}), "
+        f"{what.rounds} rounds of {local}, batch {what.batch_size}, {what.optimizer} lr {what.lr:g}, seed {what.seed}",
+        style,
+    )
+    for name, layer in layers(what.algorithm):
+        own = {key: getattr(layer, key) for key in settings.settings(type(layer))}
+        if own:
+            say(f"  {name}: " + ", ".join(f"{key} {value}" for key, value in own.items()), style)
+    for warning in _warnings(what):
+        note(warning)
+    say(f"  run directory: {out}", style)
+
+
+def comparison(experiments: Sequence[Experiment], seeds: Sequence[int], out: Any, style: Style) -> None:
+    """The settings of a comparison that is about to start."""
+    names = ", ".join(name_of(one.algorithm) for one in experiments)
+    say(f"comparing {names} over seeds {', '.join(str(seed) for seed in seeds)}", style)
+    for one in experiments:
+        experiment(one, f"{out}/{name_of(one.algorithm)}/seed-N", style)
+
+
+def _partition_words(what: Experiment) -> str:
+    return {
+        "dirichlet": f"dirichlet, beta {what.beta:g}",
+        "quantity": f"quantity, beta {what.beta:g}",
+        "label-skew": f"label-skew, {what.classes_per_client} classes each",
+    }.get(what.partition, what.partition)
+
+
+def _warnings(what: Experiment) -> list[str]:
+    found = []
+    for name, layer in layers(what.algorithm):
+        start = getattr(layer, "start_round", 0)
+        if start >= what.rounds:
+            found.append(
+                f"{name} starts after round {start}, and there are {what.rounds}: it stays dormant (--start-round)."
+            )
+    return found
+
+
+def results(runs: Sequence[Run], style: Style) -> None:
+    """Last and best accuracy of every group of runs, mean and deviation over seeds."""
+    if style == "quiet":
+        return
+    scored = [run for run in runs if run.accuracies]
+    if not scored:
+        say("no round has been evaluated yet", style)
+        return
+    table = Table(title="test accuracy in %, mean ± standard deviation over seeds", title_justify="left")
+    for column in ("algorithm", "last", "best", "seeds", "rounds"):
+        table.add_column(column, justify="left" if column == "algorithm" else "right")
+    for found in group(scored):
+        rounds = {run.lines[-1]["round"] for run in found.runs}
+        shown = str(rounds.pop()) if len(rounds) == 1 else f"{min(rounds)}-{max(rounds)}"
+        table.add_row(found.label, found.last.percent(), found.best.percent(), str(len(found.runs)), shown)
+    _out.print(table)
+
+
+def catalogue() -> None:
+    """Everything that can be chosen, with its settings and defaults."""
+    table = Table("algorithm", "setting", "default", "what it is", title="Algorithms", title_justify="left")
+    for name, cls in ALGORITHMS.items():
+        table.add_row(name, "", "", (cls.__doc__ or "").strip().splitlines()[0], style="bold")
+        for setting in settings.settings(cls).values():
+            choices = f" [{' | '.join(setting.choices)}]" if setting.choices else ""
+            table.add_row("", f"--{name}.{setting.flag}", str(setting.default), setting.help + choices)
+    _print(table)
+    data_sets(None)
+    table = Table("model", "what it is", title="Models", title_justify="left")
+    for name, build in MODELS.items():
+        table.add_row(name, (build.__doc__ or "").strip().splitlines()[0])
+    _print(table)
+    table = Table("partition", "what it is", "settings", title="Partitions", title_justify="left")
+    uses = {
+        "dirichlet": "--beta --balance --min-examples",
+        "label-skew": "--classes-per-client --min-examples",
+        "quantity": "--beta --min-examples",
+        "natural": "--min-examples",
+    }
+    for kind in KINDS:
+        text = (PARTITIONS.get(kind, natural).__doc__ or "").strip().splitlines()[0]
+        table.add_row(kind, text, uses.get(kind, ""))
+    _print(table)
+    _out.print("Every setting of an experiment, with its default: fedcog run --help", markup=False)
+
+
+def data_sets(data_dir: str | None) -> None:
+    """Which data sets there are, and where they lie."""
+    table = Table("data set", "train", "test", "shape", "classes", "where", title="Data sets", title_justify="left")
+    for name, source in SOURCES.items():
+        place = sources.locate(name, data_dir)
+        where = "embedded (scikit-learn)" if name == "digits" else str(place or f"missing; fedcog data get {name}")
+        shape = "x".join(str(side) for side in source.input_shape)
+        table.add_row(name, f"{source.train_size:,}", f"{source.test_size:,}", shape, str(source.classes), where)
+    _print(table)
+
+
+def partition(counts: Tensor, classes: Sequence[str]) -> None:
+    """Examples per client and class."""
+    table = Table("client", *classes, "all", title="examples per client and class", title_justify="left")
+    for client, row in enumerate(counts.tolist()):
+        table.add_row(str(client), *(str(count) if count else "·" for count in row), str(sum(row)))
+    table.add_row("all", *(str(count) for count in counts.sum(0).tolist()), str(int(counts.sum())), style="bold")
+    _print(table)
+
+
+def _print(table: Table) -> None:
+    """A table, on a pipe as wide as it needs to be."""
+    wide = max(_out.width, 160) if not sys.stdout.isatty() else None
+    _out.print(table, width=wide)

@@ -1,0 +1,111 @@
+"""A data set shared out among clients, on one device, with its batches and augmentation as keyed streams."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedcog import streams
+from fedcog.data.datasets import Dataset
+
+PADDING = 4
+
+
+class Plan(NamedTuple):
+    """A round's batches: which examples, and how each is shifted and flipped. Leading axes: client, step, place."""
+
+    picks: Tensor  # positions in the training set
+    moves: Tensor | None  # down, right, flip
+
+
+class FederatedData:
+    """A training set on a device as uint8, its owners, and a test set."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        indices: list[Tensor],
+        *,
+        seed: int,
+        validation: float = 0.0,
+        augment: bool = False,
+        device: torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.device, self.dtype = device or torch.device("cpu"), dtype
+        self.seed, self.augment = seed, augment
+        self.train_x, self.train_y = dataset.train_x.to(self.device), dataset.train_y.to(self.device)
+        self.test_x, self.test_y = dataset.test_x.to(self.device), dataset.test_y.to(self.device)
+        kept, held_out = zip(*(_part(one, validation, seed, k) for k, one in enumerate(indices)), strict=True)
+        self.validation = torch.cat(held_out).to(self.device)
+        self.sizes = torch.tensor([len(one) for one in kept], device=self.device)
+        self._owned = torch.cat(kept).to(self.device)
+        self._start = self.sizes.cumsum(0) - self.sizes
+        channels = (-1, *[1] * (self.train_x.dim() - 2))
+        self._mean = torch.tensor(dataset.mean, dtype=dtype, device=self.device).reshape(channels)
+        self._std = torch.tensor(dataset.std, dtype=dtype, device=self.device).reshape(channels)
+
+    @property
+    def clients(self) -> int:
+        """How many clients there are."""
+        return len(self.sizes)
+
+    def labels(self, client: int) -> Tensor:
+        """The labels of a client's training examples."""
+        start, size = int(self._start[client]), int(self.sizes[client])
+        return self.train_y[self._owned[start : start + size]]
+
+    def plan(self, round: int, clients: Tensor, steps: int, batch: int) -> Plan:
+        """The clients' batches of a round: windows over fresh permutations of what each holds."""
+        length = steps * batch
+        window = streams.windows(self.seed, "batches", round, clients, self.sizes[clients], length)
+        index = self._owned[self._start[clients][:, None] + window]
+        moves = None
+        if self.augment:
+            words = streams.words(self.seed, "augmentation", round, clients, length)
+            shift = streams.integers(words[..., :2], 2 * PADDING + 1)
+            flip = streams.integers(words[..., 2:3], 2)
+            moves = torch.cat([shift, flip], dim=-1).reshape(len(clients), steps, batch, 3)
+        return Plan(index.reshape(len(clients), steps, batch), moves)
+
+    def examples(self, index: Tensor, moves: Tensor | None = None) -> dict[str, Tensor]:
+        """The training examples at `index` (of any shape), moved if asked, as the model sees them."""
+        flat = index.flatten()
+        x = self.train_x[flat]
+        if moves is not None:
+            x = _move(x, moves.reshape(-1, 3))
+        return {"x": self.inputs(x).reshape(*index.shape, *x.shape[1:]), "y": self.train_y[index]}
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """Stored examples as the model sees them: images scaled to [0, 1], then normalised."""
+        x, floating = x.to(self.dtype), x.is_floating_point()
+        if not floating:
+            x = x / 255
+        return (x - self._mean) / self._std if self._mean.numel() else x
+
+    def pictures(self, x: Tensor) -> Tensor:
+        """What the model sees, as images again: uint8, clipped."""
+        if self._mean.numel():
+            x = x * self._std + self._mean
+        return (x * 255).round().clamp(0, 255).to(torch.uint8)
+
+
+def _part(indices: Tensor, validation: float, seed: int, client: int) -> tuple[Tensor, Tensor]:
+    """A client's examples in two: those it trains on, and the share held out for validation."""
+    order = streams.permutation(seed, f"validation/{client}", 0, len(indices))
+    held_out = min(round(len(indices) * validation), len(indices) - 1)
+    return indices[order[held_out:].sort()[0]], indices[order[:held_out].sort()[0]]
+
+
+def _move(x: Tensor, moves: Tensor) -> Tensor:
+    """Each image cropped at its own place out of a black frame, and mirrored where asked: one gather for the batch."""
+    count, channels, height, width = x.shape
+    framed = F.pad(x, (PADDING,) * 4)
+    across = torch.arange(width, device=x.device)
+    down, right, flip = moves[:, :1], moves[:, 1:2], moves[:, 2:]
+    rows = torch.arange(height, device=x.device) + down
+    columns = torch.where(flip == 1, width - 1 - across, across) + right
+    places = rows[:, :, None] * framed.shape[-1] + columns[:, None, :]
+    pixels = framed.flatten(2).gather(2, places.flatten(1)[:, None].expand(-1, channels, -1))
+    return pixels.reshape(count, channels, height, width)

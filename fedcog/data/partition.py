@@ -1,0 +1,166 @@
+"""How a training set is shared out among clients."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcog import streams
+
+Indices = NDArray[np.int64]
+REDRAWS = 1000
+
+
+class PartitionError(Exception):
+    """A way of sharing out that cannot work: says which setting is to blame, and what to do."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The settings of a partition; each kind reads those it needs."""
+
+    clients: int
+    beta: float = 0.1
+    balance: bool = True
+    classes_per_client: int = 2
+    min_examples: int = 10
+
+
+def split(kind: str, labels: Indices, users: Indices | None, rule: Rule, seed: int) -> list[Indices]:
+    """Every client's examples, as sorted positions in the training set."""
+    if kind == "natural":
+        shares = natural(users, rule, _generator(seed, 0))
+    else:
+        if rule.clients * rule.min_examples > len(labels):
+            raise PartitionError(
+                f"{rule.clients} clients of at least {rule.min_examples} examples need more than the {len(labels)} "
+                "there are: lower --clients or --min-examples."
+            )
+        shares = PARTITIONS[kind](labels, rule, seed)
+    return [np.sort(share) for share in shares]
+
+
+def iid(labels: Indices, rule: Rule, seed: int) -> list[Indices]:
+    """Equal sizes, labels as they come."""
+    return np.array_split(_generator(seed, 0).permutation(len(labels)), rule.clients)
+
+
+def dirichlet(labels: Indices, rule: Rule, seed: int) -> list[Indices]:
+    """Of each class, proportions ~ Dir(beta) (the paper's NIID-1).
+
+    With `balance`, a client that already holds its even share of all examples gets no more of the next class.
+    Redrawn until every client has enough.
+    """
+
+    def draw(generator: np.random.Generator) -> list[Indices]:
+        shares: list[list[Indices]] = [[] for _ in range(rule.clients)]
+        held = np.zeros(rule.clients, dtype=np.int64)
+        for label in range(int(labels.max()) + 1):
+            examples = generator.permutation(np.flatnonzero(labels == label))
+            proportions = generator.dirichlet(np.full(rule.clients, rule.beta))
+            if rule.balance:
+                proportions = proportions * (held < len(labels) / rule.clients)
+            if proportions.sum() == 0:  # every taker is full, or beta so small that all proportions vanished
+                continue
+            cuts = (proportions / proportions.sum()).cumsum()[:-1] * len(examples)
+            for client, part in enumerate(np.split(examples, cuts.astype(np.int64))):
+                shares[client].append(part)
+                held[client] += len(part)
+        return [np.concatenate(parts) if parts else np.empty(0, np.int64) for parts in shares]
+
+    return _redraw(
+        draw, rule, seed, f"dirichlet with beta {rule.beta:g}", "raise --beta, or lower --clients or --min-examples"
+    )
+
+
+def label_skew(labels: Indices, rule: Rule, seed: int) -> list[Indices]:
+    """Classes in groups of `classes_per_client`, one group a client, groups shared out evenly (the paper's NIID-2)."""
+    classes = np.arange(int(labels.max()) + 1)
+    groups = [classes[at : at + rule.classes_per_client] for at in range(0, len(classes), rule.classes_per_client)]
+    if rule.clients < len(groups):
+        raise PartitionError(
+            f"label-skew with {rule.classes_per_client} of {len(classes)} classes per client makes {len(groups)} "
+            f"groups, and {rule.clients} clients cannot hold them all: raise --clients to {len(groups)} or more, or "
+            "--classes-per-client."
+        )
+    generator = _generator(seed, 0)
+    shares: list[Indices] = [np.empty(0, np.int64)] * rule.clients
+    for number, group in enumerate(groups):
+        holders = range(number, rule.clients, len(groups))
+        for label in group:
+            parts = np.array_split(generator.permutation(np.flatnonzero(labels == label)), len(holders))
+            for client, part in zip(holders, parts, strict=True):
+                shares[client] = np.concatenate([shares[client], part])
+    _check_sizes(shares, rule, "label-skew", "lower --clients or --min-examples")
+    return shares
+
+
+def quantity(labels: Indices, rule: Rule, seed: int) -> list[Indices]:
+    """Labels as they come, sizes ~ Dir(beta): a few clients have most of the examples."""
+
+    def draw(generator: np.random.Generator) -> list[Indices]:
+        proportions = generator.dirichlet(np.full(rule.clients, rule.beta))
+        spare = len(labels) - rule.clients * rule.min_examples
+        sizes = rule.min_examples + (proportions.cumsum() * spare).astype(np.int64)
+        sizes[1:] -= (proportions.cumsum() * spare).astype(np.int64)[:-1]
+        return np.split(generator.permutation(len(labels)), sizes.cumsum()[:-1])
+
+    return draw(_generator(seed, 0))
+
+
+def natural(users: Indices | None, rule: Rule, generator: np.random.Generator) -> list[Indices]:
+    """One client a user, as the data set tells; of more users than clients, a random choice."""
+    if users is None:
+        raise PartitionError(
+            "partition 'natural' needs to know whose each example is, and this data set does not say: choose another "
+            "--partition, or give `users` with your own data."
+        )
+    names, sizes = np.unique(users, return_counts=True)
+    fit = names[sizes >= rule.min_examples]
+    if len(fit) < rule.clients:
+        raise PartitionError(
+            f"only {len(fit)} of {len(names)} users have at least {rule.min_examples} examples, and {rule.clients} "
+            "clients were asked for: lower --clients or --min-examples."
+        )
+    chosen = np.sort(generator.permutation(fit)[: rule.clients])
+    return [np.flatnonzero(users == user) for user in chosen]
+
+
+PARTITIONS: dict[str, Callable[[Indices, Rule, int], list[Indices]]] = {
+    "iid": iid,
+    "dirichlet": dirichlet,
+    "label-skew": label_skew,
+    "quantity": quantity,
+}
+KINDS = (*PARTITIONS, "natural")
+
+
+def _generator(seed: int, attempt: int) -> np.random.Generator:
+    low, high = streams.key(seed, f"partition/{attempt}")
+    return np.random.Generator(np.random.Philox(key=low | high << 32))
+
+
+def _redraw(
+    draw: Callable[[np.random.Generator], list[Indices]], rule: Rule, seed: int, what: str, remedy: str
+) -> list[Indices]:
+    best = 0
+    for attempt in range(REDRAWS):
+        shares = draw(_generator(seed, attempt))
+        smallest = min(len(share) for share in shares)
+        if smallest >= rule.min_examples:
+            return shares
+        best = max(best, smallest)
+    raise PartitionError(
+        f"{what} over {rule.clients} clients left some client fewer than {rule.min_examples} examples in all {REDRAWS} "
+        f"draws (at best {best}): {remedy}."
+    )
+
+
+def _check_sizes(shares: list[Indices], rule: Rule, what: str, remedy: str) -> None:
+    smallest = min(len(share) for share in shares)
+    if smallest < rule.min_examples:
+        raise PartitionError(
+            f"{what} over {rule.clients} clients leaves one with {smallest} examples, fewer than {rule.min_examples}: "
+            f"{remedy}."
+        )

@@ -1,0 +1,186 @@
+"""An experiment as one dataclass, to and from TOML."""
+
+import dataclasses
+import hashlib
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from fedcog import data, settings
+from fedcog.algorithms import ALGORITHMS, Algorithm, Wrapper
+from fedcog.federation.optimiser import Kind
+from fedcog.models import MODELS
+from fedcog.settings import ConfigError, setting
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Everything that decides what a run computes. Defaults are the paper's."""
+
+    algorithm: Algorithm = dataclasses.field(default_factory=Algorithm)
+
+    dataset: str = setting("digits", "data set: see `fedcog list`")
+    data_dir: str = setting("", "folder with the data sets (else $FEDCOG_DATA, else ~/.cache/fedcog)", identity=False)
+    partition: Literal["iid", "dirichlet", "label-skew", "quantity", "natural"] = setting(
+        "dirichlet", "how the training set is shared out among clients"
+    )
+    clients: int = setting(10, "number of clients", ">= 1")
+    beta: float = setting(0.1, "dirichlet, quantity: concentration; small is very unequal", "> 0")
+    balance: bool = setting(True, "dirichlet: a client holding its even share gets no more of the next class")
+    classes_per_client: int = setting(2, "label-skew: classes each client holds", ">= 1")
+    min_examples: int = setting(10, "examples that every client must hold at least", ">= 1")
+    partition_seed: int = setting(-1, "seed of the partition; -1: the same as --seed", ">= -1")
+    validation: float = setting(0.0, "share of each client's training data held out for validation", ">= 0", "< 1")
+    augment: Literal["auto", "on", "off"] = setting("auto", "random crop and flip in training; auto: as the data set")
+
+    model: str = setting("auto", "network: see `fedcog list`; auto: the paper's for the data set")
+    rounds: int = setting(70, "communication rounds", ">= 1", identity=False)
+    participation: float = setting(1.0, "share of the clients that takes part in a round", "> 0", "<= 1")
+    weight_cap: int = setting(0, "examples beyond which a client weighs no more; 0: the largest client's", ">= 0")
+
+    local_steps: int = setting(400, "local steps per round", ">= 1")
+    local_epochs: float = setting(0.0, "local epochs per round, in place of steps where above 0", ">= 0")
+    batch_size: int = setting(64, "examples in a batch, real and generated alike", ">= 1")
+    optimizer: Kind = setting("sgd", "local optimiser, started afresh each round")
+    lr: float = setting(0.01, "local learning rate", "> 0")
+    momentum: float = setting(0.9, "sgd: momentum", ">= 0", "< 1")
+    weight_decay: float = setting(1e-5, "weight decay", ">= 0")
+    lr_decay: float = setting(1.0, "factor on the learning rate after every round", "> 0", "<= 1")
+    grad_clip: float = setting(0.0, "limit on the length of a client's gradient; 0: none", ">= 0")
+
+    seed: int = setting(0, "seed of everything random", ">= 0")
+    evaluate_every: int = setting(1, "rounds between evaluations; the last is always evaluated", ">= 1")
+    evaluate_local: bool = setting(True, "evaluate the clients' local models too")
+    checkpoint_every: int = setting(1, "rounds between checkpoints", ">= 1", identity=False)
+    device: str = setting("auto", "where to compute: auto, cpu, cuda, cuda:1, ...", identity=False)
+    mapping: Literal["auto", "loop", "vmap"] = setting(
+        "auto", "clients one after another or together; auto: together on a GPU", identity=False
+    )
+    precision: Literal["float32", "float64"] = setting("float32", "of parameters and arithmetic")
+    threads: int = setting(0, "CPU threads; 0: as torch chooses", ">= 0", identity=False)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work, all faults at once."""
+        values = {name: getattr(self, name) for name in settings.settings(Experiment)}
+        faults = settings.read(Experiment, values)[1]
+        for name, layer in layers(self.algorithm):
+            own = {key: getattr(layer, key) for key in settings.settings(type(layer))}
+            faults += settings.read(type(layer), own, f"{name}.")[1]
+        if self.dataset != "custom" and self.dataset not in data.SOURCES:
+            faults.append(settings.unknown("data set", self.dataset, data.SOURCES))
+        if self.model not in ("auto", "custom", *MODELS):
+            faults.append(settings.unknown("model", self.model, ["auto", *MODELS]))
+        if faults:
+            raise ConfigError(faults)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All settings, an algorithm's own in a table of its name."""
+        values: dict[str, Any] = {"algorithm": name_of(self.algorithm)}
+        values |= {name: getattr(self, name) for name in settings.settings(Experiment)}
+        for name, layer in layers(self.algorithm):
+            own = settings.settings(type(layer))
+            if own:
+                values[name] = {key: getattr(layer, key) for key in own}
+        return values
+
+    def to_toml(self) -> str:
+        """All settings as a TOML file that `from_toml` reads."""
+        values = self.to_dict()
+        lines = [f"{key} = {json.dumps(value)}" for key, value in values.items() if not isinstance(value, dict)]
+        for name, table in values.items():
+            if isinstance(table, dict):
+                lines += ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
+        return "\n".join(lines) + "\n"
+
+    @property
+    def identity(self) -> str:
+        """A digest of what decides the results; runs of equal identity may continue each other."""
+        free = {field.name for field in dataclasses.fields(self) if not field.metadata.get("identity", True)}
+        values = {name: value for name, value in self.to_dict().items() if name not in free}
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def layers(algorithm: Algorithm) -> list[tuple[str, Algorithm]]:
+    """An algorithm and those inside it, outermost first, each with its name."""
+    names = {cls: name for name, cls in ALGORITHMS.items()}
+    own = (names.get(type(algorithm), type(algorithm).__name__), algorithm)
+    return [own, *layers(algorithm.inner)] if isinstance(algorithm, Wrapper) else [own]
+
+
+def name_of(algorithm: Algorithm) -> str:
+    """The name of a composed algorithm, base first, as in the paper: fedprox+fedcog."""
+    return "+".join(reversed([name for name, _ in layers(algorithm)]))
+
+
+def make_algorithm(name: str, tables: Mapping[str, Any] | None = None) -> Algorithm:
+    """The algorithm called `name`, such as fedprox+fedcog: a base, then what is wrapped around it.
+
+    `tables` holds settings by algorithm. A wrapper's name alone goes around FedAvg.
+    """
+    tables, faults = tables or {}, list[str]()
+    algorithm: Algorithm | None = None
+    for part in name.split("+"):
+        cls = ALGORITHMS.get(part)
+        if cls is None:
+            faults.append(settings.unknown("algorithm", part, ALGORITHMS))
+            continue
+        table = tables.get(part, {})
+        if not isinstance(table, Mapping):
+            faults.append(f"'{part}' holds the settings of an algorithm; write {part}.SETTING, or a table [{part}].")
+            continue
+        own, trouble = settings.read(cls, table, f"{part}.")
+        faults += trouble
+        if issubclass(cls, Wrapper):
+            algorithm = cls(inner=algorithm or Algorithm(), **own)
+        elif algorithm is None:
+            algorithm = cls(**own)
+        else:
+            faults.append(
+                f"algorithm '{name}': '{part}' is not a wrapper, so it comes first; wrappers are "
+                f"{', '.join(key for key, known in ALGORITHMS.items() if issubclass(known, Wrapper))}."
+            )
+    if faults or algorithm is None:
+        raise ConfigError(faults)
+    return algorithm
+
+
+def read_experiment(values: Mapping[str, Any], faults: list[str] | None = None) -> Experiment:
+    """The experiment that settings by name describe; every fault at once, after those already known."""
+    faults = list(faults or [])
+    tables = {name: value for name, value in values.items() if name in ALGORITHMS}
+    name = values.get("algorithm", "fedavg")
+    algorithm: Algorithm | None = None
+    try:
+        algorithm = make_algorithm(name, tables) if isinstance(name, str) else None
+        if algorithm is None:
+            faults.append(f"algorithm needs text, such as 'fedprox+fedcog', not {name!r}.")
+    except ConfigError as error:
+        faults += error.faults
+    used = set(str(name).split("+"))
+    for table in tables:
+        if table not in used:
+            faults.append(
+                f"{table} has settings, but the algorithm is {name}: choose --algorithm {table}, or leave them."
+            )
+    good, trouble = settings.read(Experiment, {k: v for k, v in values.items() if k not in {"algorithm", *tables}})
+    faults += trouble
+    try:
+        experiment = Experiment(algorithm=algorithm or Algorithm(), **good)
+    except ConfigError as error:
+        raise ConfigError(faults + error.faults) from None
+    if faults:
+        raise ConfigError(faults)
+    return experiment
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """The settings in a TOML file, not yet checked."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError([f"cannot read {path}: {error.strerror or error}."]) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path} is not a TOML file: {error}."]) from error

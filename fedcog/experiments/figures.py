@@ -1,0 +1,277 @@
+"""The figures of a report, each as the text of an SVG: readable in print, on a phone and for the colour-blind."""
+
+import contextlib
+import hashlib
+import io
+import re
+import textwrap
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from typing import Any, NamedTuple
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, PowerNorm
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+from torch import Tensor
+
+from fedcog.experiments.summary import Spread
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#666666")  # Okabe and Ito's
+DASHES: tuple[tuple[float, ...], ...] = ((), (4, 1.5), (1.2, 1.2), (6, 1.5, 1.2, 1.5))
+HATCHES = ("", "////", "....", "xxxx")
+INK, FAINT = "#333333", "#d9d9d9"
+STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "fedcog",
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "font.size": 9,
+    "axes.labelsize": 9,
+    "axes.titlesize": 9,
+    "axes.edgecolor": "#888888",
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "grid.color": "#e8e8e8",
+    "hatch.linewidth": 0.5,
+    "legend.frameon": False,
+    "legend.handlelength": 2.8,
+    "legend.fontsize": 9,
+}
+HEAT = LinearSegmentedColormap.from_list("heat", ["#ffffff", "#cfe3f2", "#56a0d3", "#0b5c94", "#062f4f"])
+
+
+class Look(NamedTuple):
+    """How a line is told from the others: by colour and by dashes, so that one of them is enough."""
+
+    colour: str
+    dashes: tuple[float, ...]
+
+
+class Curve(NamedTuple):
+    """A quantity over rounds: (round, mean and deviation), its name and its look."""
+
+    label: str
+    points: Sequence[tuple[int, Spread]]
+    look: Look
+
+
+def look(number: int) -> Look:
+    """The look of the line with this number; the first 28 all differ."""
+    return Look(COLOURS[number % len(COLOURS)], DASHES[number % len(DASHES)])
+
+
+def printable(text: str) -> str:
+    """The same with a space for every character that no page can hold."""
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
+def curves_figure(
+    lines: Sequence[Curve],
+    label: str,
+    *,
+    size: tuple[float, float] = (4.4, 3.1),
+    percent: bool = False,
+    whole_range: bool = False,
+    marks: Sequence[int] = (),
+) -> str:
+    """Lines over rounds with their deviation as a band, and a thin upright one before each round in `marks`."""
+    with _drawing(size, f"{label} over rounds: {', '.join(line.label for line in lines)}") as drawing:
+        axes = drawing.figure.subplots()
+        factor = 100 if percent else 1
+        for line in lines:
+            rounds = [round for round, _ in line.points]
+            means = [factor * spread.mean for _, spread in line.points]
+            spans = [factor * (spread.deviation or 0) for _, spread in line.points]
+            if any(spans):
+                low = [mean - span for mean, span in zip(means, spans, strict=True)]
+                high = [mean + span for mean, span in zip(means, spans, strict=True)]
+                axes.fill_between(rounds, low, high, color=line.look.colour, alpha=0.16, linewidth=0)
+            axes.plot(rounds, means, marker="o" if len(rounds) <= 30 else "", markersize=2.8, **_stroke(line.look))
+        for mark in marks:
+            axes.axvline(mark - 0.5, color="#777777", linewidth=0.8)
+            words: dict[str, Any] = {
+                "x": mark - 0.5,
+                "y": 0.03,
+                "s": f"FedCOG from round {mark}",
+                "rotation": 90,
+                "fontsize": 7.5,
+            }
+            axes.text(**words, transform=axes.get_xaxis_transform(), ha="right", va="bottom", color="#555555")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+        if all(len(line.points) < 2 for line in lines) and not marks:
+            rounds = [round for line in lines for round, _ in line.points]
+            axes.set_xlim(min(rounds) - 1, max(rounds) + 1)
+        if whole_range:
+            axes.set_ylim(-3, 103)
+        elif percent:
+            bottom, top = axes.get_ylim()
+            axes.set_ylim(max(bottom, -2), min(top, 102))
+        axes.grid(axis="y")
+        axes.set_xlabel("round")
+        axes.set_ylabel(label)
+        _legend(drawing.figure, axes, [(line.label, line.look) for line in lines], size[0])
+    return drawing.svg
+
+
+def partition_figure(counts: Tensor, classes: Sequence[str]) -> str:
+    """Examples per client and class as a heat map, with the numbers where they fit, under each client's total."""
+    clients, labels = counts.shape
+    width, rows = 4.4, min(max(0.24 * labels, 1.2), 4.2)
+    names = [_short(name) for name in classes]
+    about = f"Examples per client and class: {clients} clients, {labels} classes, {int(counts.sum())} examples"
+    with _drawing((width, rows + 1.5), about) as drawing:
+        figure = drawing.figure
+        above, axes = figure.subplots(2, 1, sharex=True, height_ratios=[0.7, rows])
+        above.bar(range(clients), counts.sum(1).tolist(), width=0.8 if clients <= 60 else 1.0, color="#8a8a8a")
+        above.set_ylabel("total", rotation=0, ha="right", va="center")
+        above.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=2))
+        above.tick_params(bottom=False, labelbottom=False)
+        values, most = counts.T.tolist(), max(int(counts.max()), 1)
+        colours = PowerNorm(0.5, 0, most)
+        picture = axes.imshow(values, cmap=HEAT, norm=colours, aspect="auto", interpolation="none")
+        room = min(74 * (width - 1.6) / clients / (0.62 * len(str(most))), 50 * rows / labels, 8)
+        if room >= 5.5:
+            for row, line in enumerate(values):
+                for column, count in enumerate(line):
+                    ink = "#ffffff" if colours(count) > 0.55 else INK
+                    if count:
+                        axes.text(column, row, str(count), ha="center", va="center", fontsize=room, color=ink)
+        _sparse(axes, "x", [str(client) for client in range(clients)], width - 1.4, 0.24)
+        _sparse(axes, "y", names, rows, 0.15)
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=2)
+        axes.set_xlabel("client")
+        axes.set_ylabel("class")
+        if room < 5.5:
+            bar = figure.colorbar(picture, ax=[above, axes], shrink=0.6, aspect=28, pad=0.02)
+            bar.set_label("examples")
+            bar.ax.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
+            bar.outline.set_visible(False)
+    return drawing.svg
+
+
+def dumbbell_figure(clients: Sequence[tuple[int, float, float]]) -> str:
+    """Each client's accuracy before and after local training, as two dots joined by a bar: (client, before, after)."""
+    rows = min(max(0.2 * len(clients), 0.6), 5.0)
+    about = f"Accuracy on the own label mix before and after local training, of {len(clients)} clients"
+    small = len(clients) > 40
+    with _drawing((4.4, rows + 1.0), about) as drawing:
+        axes = drawing.figure.subplots()
+        places = range(len(clients))
+        before, after = ([100 * client[end] for client in clients] for end in (1, 2))
+        axes.hlines(places, before, after, color="#bbbbbb", linewidth=1 if small else 2.2, zorder=1)
+        dots: dict[str, Any] = {"marker": "o", "s": 8 if small else 24, "linewidths": 1.2}
+        axes.scatter(before, places, facecolors="#ffffff", edgecolors=COLOURS[0], label="before", **dots, zorder=2)
+        axes.scatter(after, places, facecolors=COLOURS[1], edgecolors=COLOURS[1], label="after", **dots, zorder=3)
+        _sparse(axes, "y", [str(client) for client, _, _ in clients], rows, 0.15)
+        axes.set_ylim(len(clients) - 0.4, -0.6)
+        axes.set_xlim(-3, 103)
+        axes.grid(axis="x")
+        axes.set_xlabel("accuracy on own label mix (%)")
+        axes.set_ylabel("client")
+        drawing.figure.legend(loc="outside upper left", ncols=2, handlelength=1, borderpad=0, columnspacing=1.5)
+    return drawing.svg
+
+
+def time_figure(bars: Sequence[tuple[str, Mapping[str, float]]]) -> str:
+    """Seconds per round as stacked bars, one part after another: (label, seconds by part)."""
+    parts = list(bars[0][1])
+    about = "Mean seconds per round: " + "; ".join(f"{label} {sum(parts.values()):.3g}" for label, parts in bars)
+    names = ["\n".join(_wrap(label, 24)) for label, _ in bars]
+    lines = sum(name.count("\n") + 2 for name in names)
+    with _drawing((4.8, 0.17 * lines + 1.1), about) as drawing:
+        axes = drawing.figure.subplots()
+        left = [0.0] * len(bars)
+        for number, part in enumerate(parts):
+            seconds = [bar[part] for _, bar in bars]
+            dress: dict[str, Any] = {
+                "facecolor": (COLOURS[1], COLOURS[0], COLOURS[2], "#bbbbbb")[number],
+                "hatch": HATCHES[number],
+            }
+            axes.barh(range(len(bars)), seconds, left=left, height=0.6, label=part, edgecolor="#ffffff", lw=0, **dress)
+            left = [start + more for start, more in zip(left, seconds, strict=True)]
+        for row, end in enumerate(left):
+            axes.annotate(f"{end:.3g} s", (end, row), (4, 0), textcoords="offset points", va="center", fontsize=8)
+        axes.set_yticks(range(len(bars)), names)
+        axes.set_ylim(len(bars) - 0.4, -0.6)
+        axes.set_xlim(0, 1.16 * max(*left, 1e-9))
+        axes.tick_params(axis="y", length=0)
+        axes.grid(axis="x")
+        axes.set_xlabel("seconds per round")
+        drawing.figure.legend(loc="outside upper left", ncols=4, handlelength=1.2, borderpad=0, columnspacing=1.2)
+    return drawing.svg
+
+
+class _Drawing:
+    """A figure in the making, and once it is done the text of its SVG."""
+
+    def __init__(self, size: tuple[float, float]) -> None:
+        self.figure = Figure(figsize=size, layout="constrained")
+        self.svg = ""
+
+
+@contextlib.contextmanager
+def _drawing(size: tuple[float, float], about: str) -> Iterator[_Drawing]:
+    """A figure to draw on, turned into SVG in the end: equal figures are equal texts, and say what they show."""
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        # Letters that matplotlib's font lacks are the browser's to draw; here they are only measured.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
+        drawing = _Drawing(size)
+        yield drawing
+        file = io.StringIO()
+        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        drawing.figure.savefig(file, format="svg", metadata=nothing)
+    svg = file.getvalue()
+    svg = svg[svg.index("<svg") :].strip()
+    own = "f" + hashlib.sha256(svg.encode()).hexdigest()[:8]  # several figures share a page, and names on it are unique
+    svg = re.sub("<[^>]*>", lambda tag: re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{own}-", tag[0]), svg)
+    drawing.svg = svg.replace("<svg", f'<svg role="img" aria-label="{escape(printable(about))}"', 1)
+
+
+def _stroke(look: Look) -> dict[str, Any]:
+    return {"color": look.colour, "linestyle": (0, look.dashes) if look.dashes else "-", "linewidth": 1.7}
+
+
+def _legend(figure: Figure, axes: Axes, entries: Sequence[tuple[str, Look]], width: float) -> None:
+    """One line per name above the figure, side by side where they are short."""
+    longest = max(len(label) for label, _ in entries)
+    columns = max(1, min(len(entries), 4, int(width / (0.085 * longest + 0.6))))
+    handles = [Line2D([], [], **_stroke(look)) for _, look in entries]
+    names = ["\n".join(_wrap(label, int(11 * width))) for label, _ in entries]
+    figure.legend(handles, names, loc="outside upper left", ncols=columns, borderpad=0, columnspacing=1.5)
+
+
+def _sparse(axes: Axes, side: str, names: Sequence[str], inches: float, each: float) -> None:
+    """As many of the names along a side as have room, evenly spaced."""
+    step = next(step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500, 10**9) if len(names) * each / step <= inches)
+    places = range(0, len(names), step)
+    (axes.set_xticks if side == "x" else axes.set_yticks)(places, [names[place] for place in places])
+
+
+def _short(name: str) -> str:
+    name = printable(name)
+    return name if len(name) <= 16 else name[:15] + "…"
+
+
+def _wrap(label: str, width: int) -> list[str]:
+    return textwrap.wrap(printable(label), width) or [""]
+
+
+__all__ = [
+    "Curve",
+    "Look",
+    "curves_figure",
+    "dumbbell_figure",
+    "look",
+    "partition_figure",
+    "printable",
+    "time_figure",
+]

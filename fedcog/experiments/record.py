@@ -1,0 +1,232 @@
+"""A run directory: what was asked, what happened round by round, and where it stands.
+
+experiment.toml          the whole experiment, re-runnable
+provenance.json          command, versions and machine
+federation.safetensors   examples per client and class; a few real pictures of each class
+rounds.jsonl             one line a round
+exhibits/NNNNN.safetensors   what a report shows of round NNNNN (generated inputs)
+checkpoint.safetensors   the server's and every client's state after the last checkpointed round
+report.html              the run to look at
+"""
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as serialise
+
+from fedcog import tree
+from fedcog.experiments.config import Experiment, read_experiment, read_toml
+from fedcog.tree import Params, State
+
+FORMAT = 1
+
+
+class RecordError(Exception):
+    """A run directory that cannot be written or continued: says which file, why, and what to do."""
+
+
+class Checkpoint(NamedTuple):
+    """Where a run stands: rounds done, the server's state, every client's, and what they belong to."""
+
+    round: int
+    server: State
+    clients: Params
+    about: dict[str, Any]
+
+
+class RunDirectory:
+    """The files of one run. Whole files are written under a temporary name and renamed."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """This directory for ourselves, until the process ends however it ends."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = open(self.path / ".lock", "w")  # noqa: SIM115 - held open as long as the lock
+        except OSError as error:
+            raise RecordError(
+                f"cannot write to {self.path}: {error.strerror or error}. Choose another --out."
+            ) from error
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise RecordError(
+                    f"another run is writing to {self.path} right now: wait for it, or choose another --out."
+                ) from None
+            yield
+
+    def exists(self) -> bool:
+        """Does a run live here?"""
+        return (self.path / "experiment.toml").exists()
+
+    def experiment(self) -> Experiment:
+        """The experiment this run is of."""
+        if not self.exists():
+            raise RecordError(f"there is no run in {self.path}: experiment.toml is missing.")
+        return read_experiment(read_toml(self.path / "experiment.toml"))
+
+    def begin(self, experiment: Experiment, provenance: dict[str, Any]) -> None:
+        """Say what this run is of."""
+        self._write("provenance.json", json.dumps(provenance, indent=1).encode())
+        self._write("experiment.toml", experiment.to_toml().encode())
+
+    def provenance(self) -> dict[str, Any]:
+        """Where the run came from; empty where nobody wrote it down."""
+        try:
+            found: dict[str, Any] = json.loads((self.path / "provenance.json").read_text())
+            return found
+        except (OSError, ValueError):
+            return {}
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What happened, round by round; a line cut short by a kill does not count."""
+        return [json.loads(line) for line in self._whole_lines()]
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Add a round."""
+        text = json.dumps(_finite(line), separators=(",", ":"), allow_nan=False) + "\n"
+        with self._writing("rounds.jsonl"), open(self.path / "rounds.jsonl", "ab") as file:
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+
+    def rewind(self, rounds: int) -> None:
+        """Forget the rounds after the first `rounds`: they were not checkpointed and will happen again."""
+        lines = self._whole_lines()
+        if len(lines) < rounds:
+            raise RecordError(
+                f"{self.path / 'rounds.jsonl'} has {len(lines)} whole lines, but the checkpoint is of round {rounds}: "
+                "the record is damaged. Start again with another --out."
+            )
+        self._write("rounds.jsonl", b"".join(lines[:rounds]))
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Replace the checkpoint, or leave the old one as it was."""
+        flat = tree.flatten({"server": checkpoint.server})
+        flat |= {f"clients/{name}": value for name, value in checkpoint.clients.items()}
+        about = {"format": FORMAT, "round": checkpoint.round} | checkpoint.about
+        self._tensors("checkpoint.safetensors", flat, about)
+
+    def load(self) -> Checkpoint | None:
+        """The checkpoint, if there is one."""
+        if not (self.path / "checkpoint.safetensors").exists():
+            return None
+        flat, about = self.tensors("checkpoint.safetensors")
+        try:
+            if about.pop("format") != FORMAT:
+                raise RecordError(
+                    f"{self.path / 'checkpoint.safetensors'} was written in another format: use the version of fedcog "
+                    "that wrote it (see provenance.json)."
+                )
+            round = int(about.pop("round"))
+            state = tree.unflatten({name: value for name, value in flat.items() if name.startswith("server/")})
+            clients = {name[8:]: value for name, value in flat.items() if name.startswith("clients/")}
+            return Checkpoint(round, {"buffers": {}} | state["server"], clients, about)
+        except (KeyError, TypeError, ValueError) as error:
+            raise RecordError(f"{self.path / 'checkpoint.safetensors'} is not a checkpoint of fedcog's.") from error
+
+    def save_federation(self, tensors: Params, about: dict[str, Any]) -> None:
+        """Write down who holds what."""
+        self._tensors("federation.safetensors", tensors, about)
+
+    def save_exhibit(self, round: int, tensors: Params) -> None:
+        """Write down what a report shows of a round."""
+        self._tensors(f"exhibits/{round:05d}.safetensors", tensors, {})
+
+    def exhibits(self) -> list[str]:
+        """The names of all exhibits, in order of their rounds."""
+        return sorted(f"exhibits/{file.name}" for file in (self.path / "exhibits").glob("*.safetensors"))
+
+    def save_report(self, html: str) -> Path:
+        """Write the page to look at."""
+        self._write("report.html", html.encode())
+        return self.path / "report.html"
+
+    def tensors(self, name: str) -> tuple[Params, dict[str, Any]]:
+        """A file of tensors, and what it says about them."""
+        try:
+            with safe_open(self.path / name, "pt") as file:
+                about = json.loads((file.metadata() or {}).get("about", "{}"))
+                return {key: file.get_tensor(key) for key in file.keys()}, about  # noqa: SIM118 - no dict
+        except (OSError, SafetensorError, ValueError) as error:
+            raise RecordError(
+                f"cannot read {self.path / name}: {error}. The file is damaged; start again with another --out."
+            ) from error
+
+    def _tensors(self, name: str, tensors: Params, about: dict[str, Any]) -> None:
+        # One metadata entry only: safetensors writes several in no particular order.
+        resting = {key: value.detach().to("cpu").contiguous() for key, value in tensors.items()}
+        self._write(name, serialise(resting, {"about": json.dumps(about, sort_keys=True)}))
+
+    def _whole_lines(self) -> list[bytes]:
+        try:
+            content = (self.path / "rounds.jsonl").read_bytes()
+        except FileNotFoundError:
+            return []
+        return [line for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
+
+    def _write(self, name: str, content: bytes) -> None:
+        with self._writing(name):
+            _replace(self.path / name, content)
+
+    @contextlib.contextmanager
+    def _writing(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RecordError(
+                f"cannot write {self.path / name}: {error.strerror or error}. Everything up to the last checkpoint is "
+                f"safe; make room, then continue with: fedcog run --resume {self.path}"
+            ) from error
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """A page or figure somewhere outside a run."""
+    try:
+        _replace(path, content)
+    except OSError as error:
+        raise RecordError(f"cannot write {path}: {error.strerror or error}. Choose another place.") from error
+
+
+def runs_below(directories: Sequence[str | Path]) -> list[Path]:
+    """Every run in or below some directories."""
+    found = [file.parent for place in directories for file in sorted(Path(place).rglob("experiment.toml"))]
+    if not found:
+        raise RecordError(f"there is no run in or below {', '.join(str(place) for place in directories)}.")
+    return list(dict.fromkeys(found))
+
+
+def _replace(final: Path, content: bytes) -> None:
+    """The whole file, or none of it: written beside, flushed to disk, renamed."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    beside = final.with_name(f".{final.name}.{os.getpid()}.part")
+    try:
+        with open(beside, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, final)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for numbers that are none: JSON knows no nan."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

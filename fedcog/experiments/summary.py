@@ -1,0 +1,74 @@
+"""What several runs say together: groups that differ in the seed alone, means and deviations."""
+
+import statistics
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from fedcog.experiments.config import name_of
+from fedcog.experiments.run import Run
+
+
+class Spread(NamedTuple):
+    """A mean over seeds, with the sample standard deviation where there are two or more."""
+
+    mean: float
+    deviation: float | None
+    number: int
+
+    def percent(self) -> str:
+        """As printed: 61.25 ± 0.30."""
+        return f"{100 * self.mean:.2f}" + ("" if self.deviation is None else f" ± {100 * self.deviation:.2f}")
+
+
+class Group(NamedTuple):
+    """Runs of one experiment that differ in the seed alone."""
+
+    label: str
+    runs: list[Run]
+
+    @property
+    def last(self) -> Spread:
+        """Test accuracy after the last round."""
+        return spread([run.last for run in self.runs])
+
+    @property
+    def best(self) -> Spread:
+        """Highest test accuracy of any round."""
+        return spread([run.best for run in self.runs])
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Mean and sample standard deviation."""
+    return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
+
+
+def group(runs: Sequence[Run]) -> list[Group]:
+    """The runs by experiment, in the order they come; a label names the algorithm, and what else tells groups apart."""
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        found.setdefault(repr(_but_seed(run)), []).append(run)
+    flat = [_flat(_but_seed(members[0])) for members in found.values()]
+    names = [name_of(members[0].experiment.algorithm) for members in found.values()]
+    keys = {key for settings in flat for key in settings} - {"algorithm"}
+    telling = sorted(key for key in keys if len({repr(settings[key]) for settings in flat if key in settings}) > 1)
+    labels = []
+    for name, settings in zip(names, flat, strict=True):
+        differs = ", ".join(f"{key} {settings[key]}" for key in telling if key in settings)
+        labels.append(f"{name} ({differs})" if differs and (names.count(name) > 1 or len(telling) > 0) else name)
+    return [Group(label, members) for label, members in zip(labels, found.values(), strict=True)]
+
+
+def rounds_to(run: Run, target: float) -> int | None:
+    """The first round whose test accuracy reaches `target`."""
+    return next((round for round, accuracy in run.accuracies if accuracy >= target), None)
+
+
+def _but_seed(run: Run) -> dict[str, Any]:
+    return {key: value for key, value in run.experiment.to_dict().items() if key != "seed"}
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= {f"{key}.{name}": inner for name, inner in value.items()} if isinstance(value, dict) else {key: value}
+    return flat

@@ -1,0 +1,97 @@
+"""The federated loop: who takes part, what comes of it, and how good it is."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fedcog import streams
+from fedcog.algorithms import Algorithm
+from fedcog.federation.simulation import Report
+from fedcog.tree import Params, State
+
+
+class Backend(Protocol):
+    """Where clients train: here, on several GPUs, or in a real federation."""
+
+    def gather(
+        self, algorithm: Algorithm, shared: State, clients: Sequence[int], round: int, lr: float, before: Tensor | None
+    ) -> tuple[State, Report]:
+        """The sum of the payloads, and what the record wants to know."""
+
+
+class Scorer(Protocol):
+    """How the server's model is judged."""
+
+    def hits(self, server: State) -> Tensor:
+        """Its right answers of each class on the test set."""
+
+    def scores(self, hits: Tensor, server: State) -> dict[str, float]:
+        """Its accuracies by name."""
+
+
+class Round(NamedTuple):
+    """A finished round: its line in the record, the server's state after it, and what a report should show."""
+
+    line: dict[str, Any]
+    server: State
+    exhibit: Params
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When things happen."""
+
+    rounds: int
+    clients: int
+    participation: float
+    seed: int
+    lr: float
+    lr_decay: float
+    evaluate_every: int
+    evaluate_local: bool
+
+    def chosen(self, round: int) -> list[int]:
+        """The clients of a round, in order of their numbers."""
+        count = max(1, round_half_up(self.participation * self.clients))
+        return sorted(streams.permutation(self.seed, "sample", round, self.clients)[:count].tolist())
+
+    def evaluates(self, round: int) -> bool:
+        """Is this round scored? The last one always is."""
+        return (round + 1) % self.evaluate_every == 0 or round + 1 == self.rounds
+
+
+def round_half_up(number: float) -> int:
+    """The nearest whole number; half a client counts as one."""
+    return int(number + 0.5)
+
+
+def federate(
+    algorithm: Algorithm, backend: Backend, scorer: Scorer, schedule: Schedule, server: State, start: int
+) -> Iterator[Round]:
+    """Rounds `start`, `start` + 1, ... of a federation, one by one; each line counts rounds from 1."""
+    hits: Tensor | None = None
+    for round in range(start, schedule.rounds):
+        began = time.perf_counter()
+        due = schedule.evaluates(round)
+        before = None
+        if due and schedule.evaluate_local:
+            before = scorer.hits(server) if hits is None else hits
+        clients = schedule.chosen(round)
+        lr = schedule.lr * schedule.lr_decay**round
+        shared = algorithm.broadcast(server)
+        total, report = backend.gather(algorithm, shared, clients, round, lr, before)
+        with torch.no_grad():
+            server = algorithm.server_update(server, total)
+        line: dict[str, Any] = {"round": round + 1, "clients": clients, "loss": report.loss}
+        seconds, evaluated, hits = dict(report.seconds), time.perf_counter(), None
+        if due:
+            hits = scorer.hits(server)
+            line |= scorer.scores(hits, server)
+        now = time.perf_counter()
+        seconds["evaluation"] += now - evaluated
+        line |= {"local": report.local, "seconds": seconds | {"total": now - began}}
+        yield Round(line, server, report.exhibit)

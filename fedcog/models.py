@@ -1,0 +1,169 @@
+"""Networks as pure functions of their parameters, and the paper's own networks."""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedcog.tree import Params
+
+
+class ModelError(Exception):
+    """A network that cannot be federated: says which part, why, and what to do."""
+
+
+class Model:
+    """A network as a pure function of its trainable parameters and its running statistics.
+
+    Any `nn.Module` from a batch of inputs to a batch of logits will do. `params` are its trainable parameters by name;
+    `buffers` are its other floating tensors (BatchNorm's running statistics, frozen weights). Both travel.
+    """
+
+    def __init__(self, module: nn.Module, input_shape: tuple[int, ...], classes: int) -> None:
+        _refuse_what_cannot_work(module, input_shape, classes)
+        self.input_shape, self.classes = tuple(input_shape), classes
+        module = copy.deepcopy(module)
+        for part in module.modules():
+            if "num_batches_tracked" in part._buffers:  # a counter no result depends on; vmap cannot write to it
+                part._buffers["num_batches_tracked"] = None
+        named = dict(module.named_parameters())
+        constants = {name: value for name, value in module.named_buffers() if value.is_floating_point()}
+        self.params: Params = {name: value.detach() for name, value in named.items() if value.requires_grad}
+        self.buffers: Params = constants | {n: v.detach() for n, v in named.items() if not v.requires_grad}
+        self._train = copy.deepcopy(module).requires_grad_(False).train()
+        self._eval = copy.deepcopy(module).requires_grad_(False).eval()
+
+    def logits(self, params: Params, buffers: Params, x: Tensor) -> Tensor:
+        """The outputs while training; running statistics in `buffers` are brought up to date in place."""
+        outputs: Tensor = functional_call(self._train, params | buffers, (x,))
+        return outputs
+
+    def predict(self, weights: Params, x: Tensor) -> Tensor:
+        """The outputs in use; `weights` are parameters and buffers together, and none is written."""
+        outputs: Tensor = functional_call(self._eval, weights, (x,))
+        return outputs
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> "Model":
+        """The same network elsewhere, or in another precision."""
+        other = copy.copy(self)
+        other._train = copy.deepcopy(self._train).to(device, dtype)
+        other._eval = copy.deepcopy(self._eval).to(device, dtype)
+        other.params = {name: value.to(device, dtype) for name, value in self.params.items()}
+        other.buffers = {name: value.to(device, dtype) for name, value in self.buffers.items()}
+        return other
+
+
+def _refuse_what_cannot_work(module: nn.Module, input_shape: tuple[int, ...], classes: int) -> None:
+    for name, part in module.named_modules():
+        if any(isinstance(value, nn.UninitializedParameter) for value in part.parameters(recurse=False)):
+            raise ModelError(
+                f"layer '{name}' ({type(part).__name__}) has no shape yet: call the network once on an example first."
+            )
+        if "num_batches_tracked" in part._buffers and getattr(part, "momentum", 0.1) is None:
+            raise ModelError(
+                f"layer '{name}' ({type(part).__name__}) has momentum=None, a cumulative average that would depend on "
+                "how many batches a client has seen: give it a momentum, such as 0.1."
+            )
+    trained = [value for value in module.parameters() if value.requires_grad]
+    if not trained:
+        raise ModelError("the network has no parameter with requires_grad=True, so there is nothing to train.")
+    outputs = _trial(module, input_shape, trained[0])
+    if not isinstance(outputs, Tensor) or outputs.shape != (4, classes):
+        shown = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+        raise ModelError(
+            f"for 4 inputs of shape {input_shape} the network gave {shown}, and the task needs logits of shape "
+            f"{(4, classes)}: change its last layer, or the data."
+        )
+    if not torch.equal(outputs, _trial(module, input_shape, trained[0])):
+        noisy = [n for n, part in module.named_modules() if isinstance(part, nn.modules.dropout._DropoutNd) and part.p]
+        where = f"layers {', '.join(repr(n) for n in noisy)}" if noisy else "it"
+        raise ModelError(
+            f"the network gave two different outputs for the same inputs in training mode: {where} draws random "
+            "numbers of its own (dropout, say), and here every random number comes from a keyed stream, so that runs "
+            "can be repeated and resumed exactly. Take the layer out or set its rate to 0."
+        )
+
+
+def _trial(module: nn.Module, input_shape: tuple[int, ...], like: Tensor) -> Any:
+    """The outputs of a copy, in training mode, for four fixed inputs."""
+    inputs = torch.randn(4, *input_shape, generator=torch.Generator().manual_seed(0)).to(like)
+    try:
+        with torch.no_grad():
+            return copy.deepcopy(module).train()(inputs)
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise ModelError(
+            f"the network does not take inputs of shape {tuple(inputs.shape)} (a batch of four): {error}"
+        ) from error
+
+
+def _pooled(side: int, kernel: int, times: int) -> int:
+    """The side of an image after `times` unpadded convolutions, each followed by a 2x2 pooling."""
+    for _ in range(times):
+        side = (side - kernel + 1) // 2
+    if side < 1:
+        raise ValueError("the images are too small for its convolutions")
+    return side
+
+
+def cnn(input_shape: tuple[int, ...], classes: int) -> nn.Module:
+    """The paper's network for Fashion-MNIST and CIFAR-10: two 5x5 convolutions, two poolings, three linear layers."""
+    channels, height, width = input_shape
+    flat = 16 * _pooled(height, 5, 2) * _pooled(width, 5, 2)
+    return nn.Sequential(
+        *(nn.Conv2d(channels, 6, 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(flat, 120), nn.ReLU()),
+        *(nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, classes)),
+    )
+
+
+def cnn3(input_shape: tuple[int, ...], classes: int) -> nn.Module:
+    """The paper's network for CIFAR-100: three 3x3 convolutions, each pooled, and two linear layers."""
+    channels, height, width = input_shape
+    flat = 64 * _pooled(height, 3, 3) * _pooled(width, 3, 3)
+    return nn.Sequential(
+        *(nn.Conv2d(channels, 16, 3), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(16, 32, 3), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(flat, 128), nn.ReLU(), nn.Linear(128, classes)),
+    )
+
+
+def small(input_shape: tuple[int, ...], classes: int) -> nn.Module:
+    """A little convolutional network for 8x8 digits."""
+    channels, height, width = input_shape
+    return nn.Sequential(
+        *(nn.Conv2d(channels, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(16 * (height // 4) * (width // 4), 32), nn.ReLU(), nn.Linear(32, classes)),
+    )
+
+
+def mlp(input_shape: tuple[int, ...], classes: int) -> nn.Module:
+    """One hidden layer of 128, for inputs of any shape."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), 128), nn.ReLU(), nn.Linear(128, classes))
+
+
+MODELS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
+    "cnn": cnn,
+    "cnn3": cnn3,
+    "small": small,
+    "mlp": mlp,
+}
+
+
+def build(name: str, input_shape: tuple[int, ...], classes: int, seed: int) -> nn.Module:
+    """The network called `name`, initialised from `seed` and from nothing else."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return MODELS[name](input_shape, classes)
+    except (RuntimeError, ValueError) as error:
+        raise ModelError(
+            f"model '{name}' cannot be built for inputs of shape {input_shape}: {error}. "
+            f"Choose another: {', '.join(MODELS)}."
+        ) from error

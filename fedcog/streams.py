@@ -1,0 +1,76 @@
+"""Random numbers as data: counter-based streams keyed by (seed, purpose, round, client).
+
+The generator is Philox4x32-10 (Salmon et al., SC 2011) in int64 arithmetic, so every integer drawn here is the same
+number on a CPU, a GPU and a remote node, in any order and in any company. There is no state to save.
+"""
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+_WORD = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+def philox(key: tuple[int, int], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Four 32-bit words (as int64) for every 128-bit counter: Philox4x32 with ten rounds."""
+    (low, high), (a, b, c, d) = key, counter
+    for _ in range(10):
+        # The 64-bit product may wrap below zero; masked after the shift, both halves are right all the same.
+        even, odd = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]
+        a, b, c, d = ((odd >> 32) & _WORD) ^ b ^ low, odd & _WORD, ((even >> 32) & _WORD) ^ d ^ high, even & _WORD
+        low, high = (low + _WEYL[0]) & _WORD, (high + _WEYL[1]) & _WORD
+    return a, b, c, d
+
+
+def key(seed: int, purpose: str) -> tuple[int, int]:
+    """The Philox key of a purpose under a seed: purposes never share numbers."""
+    digest = hashlib.blake2b(f"{seed}/{purpose}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+def words(seed: int, purpose: str, round: int, clients: Tensor, count: int) -> Tensor:
+    """[clients, count, 4] words of 32 random bits each; `clients` are client numbers."""
+    index = torch.arange(count, device=clients.device)
+    a, b, c = index.expand(len(clients), count), torch.zeros_like(index), torch.full_like(index, round)
+    return torch.stack(philox(key(seed, purpose), (a, b, c, clients[:, None].expand_as(a))), dim=-1)
+
+
+def integers(words: Tensor, below: int) -> Tensor:
+    """Words as integers in [0, below), each equally likely to within below / 2**32."""
+    return (words * below) >> 32
+
+
+def normal(seed: int, purpose: str, round: int, clients: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """[clients, *shape] standard normal numbers in float32 (Box-Muller in float64, so devices agree to 1e-6)."""
+    size = math.prod(shape)
+    unit = (words(seed, purpose, round, clients, -(-size // 4)) + 0.5).to(torch.float64) * 2.0**-32
+    radius, angle = (-2 * unit[..., :2].log()).sqrt(), 2 * math.pi * unit[..., 2:]
+    pairs = torch.cat([radius * angle.cos(), radius * angle.sin()], dim=-1)
+    return pairs.flatten(1)[:, :size].reshape(len(clients), *shape).to(torch.float32)
+
+
+def permutation(seed: int, purpose: str, round: int, size: int) -> Tensor:
+    """A random order of range(size), on the CPU: one draw for the whole federation."""
+    nobody = torch.zeros(1, dtype=torch.int64)
+    drawn = words(seed, purpose, round, nobody, size)[0]
+    return ((drawn[:, 0] << 31) | (drawn[:, 1] >> 1)).argsort(stable=True)
+
+
+def windows(seed: int, purpose: str, round: int, clients: Tensor, sizes: Tensor, length: int) -> Tensor:
+    """[clients, length] positions: for each client, fresh permutations of range(its size) one after another, cut at
+    `length`. Every example comes once before any comes twice, and a batch is never short."""
+    epochs = -(-length // sizes)
+    drawn = epochs * sizes
+    start = drawn.cumsum(0) - drawn
+    row = torch.repeat_interleave(torch.arange(len(clients), device=clients.device), drawn)
+    place = torch.arange(len(row), device=clients.device) - start[row]
+    epoch, position = place // sizes[row], place % sizes[row]
+    chance = philox(key(seed, purpose), (position, epoch, torch.full_like(row, round), clients[row]))[0]
+    segment = (epochs.cumsum(0) - epochs)[row] + epoch
+    order = ((segment << 32) | chance).argsort(stable=True)
+    wanted = start[:, None] + torch.arange(length, device=clients.device)
+    return position[order[wanted]]

@@ -1,0 +1,351 @@
+"""Readers against files written here byte by byte, and a user's own data in every shape it may come in."""
+
+from __future__ import annotations
+
+import gzip
+import struct
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from fedcog.data import readers
+from fedcog.data.datasets import DataError, Dataset, from_arrays, from_torch
+from fedcog.data.readers import read_idx
+
+torch.set_num_threads(1)
+
+generator = np.random.default_rng(0)
+IMAGES = generator.integers(0, 256, (6, 5, 7, 3), dtype=np.uint8)
+LABELS = np.array([0, 1, 2, 0, 1, 2])
+
+
+def idx(array: np.ndarray[Any, Any]) -> bytes:
+    return bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+
+
+def tensors(**changes: Any) -> dict[str, Any]:
+    x, y = torch.zeros(4, 1, 2, 2, dtype=torch.uint8), torch.tensor([0, 1, 0, 1])
+    sound = {"train_x": x, "train_y": y, "test_x": x[:2], "test_y": y[:2]}
+    return {"name": "mine", **sound, "classes": ("a", "b"), "mean": (0.5,), "std": (0.5,)} | changes
+
+
+# The data set itself
+
+
+def test_a_sound_data_set_knows_its_input_shape() -> None:
+    assert Dataset(**tensors()).input_shape == (1, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"train_y": torch.tensor([0, 1])}, "train_y is [2]"),
+        ({"test_y": torch.tensor([[0], [1]])}, "test_y is [2, 1]"),
+        ({"train_y": torch.tensor([0, 1, 0, 2])}, "train_y has labels 0 to 2: 2 classes are 0..1"),
+        ({"test_y": torch.tensor([0, -1])}, "test_y has labels -1 to 0"),
+        ({"train_y": torch.tensor([0, 1, 0, 1], dtype=torch.int32)}, "labels are int64"),
+        ({"test_x": torch.zeros(2, 1, 2, 3, dtype=torch.uint8)}, "give both the same shape"),
+        ({"test_x": torch.zeros(2, 1, 2, 2)}, "the same type"),
+        ({"test_x": torch.zeros(0, 1, 2, 2, dtype=torch.uint8)}, "give at least one example"),
+        ({"mean": ()}, "mean is ()"),
+        ({"mean": (float("nan"),)}, "finite"),
+        ({"std": (0.0,)}, "above 0"),
+        ({"std": (0.5, 0.5)}, "std is (0.5, 0.5)"),
+        ({"classes": ()}, "classes is empty"),
+        ({"train_x": torch.zeros(4, 2, 2, dtype=torch.uint8)}, "[n, C, H, W]"),
+        ({"train_x": torch.zeros(4, 1, 2, 2, dtype=torch.int64)}, "train_x is int64"),
+        ({"train_x": torch.full((4, 1, 2, 2), torch.nan)}, "train_x holds NaN"),
+        ({"train_x": torch.zeros(4, 3)}, "leave both empty"),
+        ({"users": torch.tensor([0, 1])}, "users is int64 [2]"),
+        ({"users": torch.tensor([0, 1, 2, -1])}, "number the users from 0"),
+        ({"indices": ()}, "indices is empty"),
+        ({"indices": (torch.tensor([0]), torch.tensor([], dtype=torch.int64))}, "client 1 are empty"),
+        ({"indices": (torch.tensor([0, 4]),)}, "client 0 leave 0..3: 0 to 4"),
+        ({"indices": (torch.tensor([0, 2]), torch.tensor([1, 2]))}, "example 2 twice"),
+        ({"indices": (torch.tensor([0.0]),)}, "give int64 in one dimension"),
+    ],
+)
+def test_a_fault_is_named(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(DataError) as caught:
+        Dataset(**tensors(**changes))
+    assert words in str(caught.value) and "'mine'" in str(caught.value)
+
+
+def test_all_faults_are_told_at_once() -> None:
+    with pytest.raises(DataError) as caught:
+        Dataset(**tensors(train_y=torch.tensor([0, 1, 0, 9]), std=(-1.0,), indices=(torch.tensor([7]),)))
+    assert str(caught.value).count("\n  - ") == 3
+
+
+# A user's own data
+
+
+def test_images_come_in_every_layout() -> None:
+    channel_first = IMAGES.transpose(0, 3, 1, 2)
+    ways: list[Any] = [IMAGES, np.asfortranarray(IMAGES), IMAGES[::-1].copy()[::-1], channel_first]
+    ways.append(torch.from_numpy(channel_first.copy()))
+    for way in ways:
+        data = from_arrays(way, LABELS, way[:2], LABELS[:2])
+        assert torch.equal(data.train_x, torch.from_numpy(channel_first.copy()))
+        assert data.train_x.is_contiguous() and data.classes == ("0", "1", "2")
+    grey = from_arrays(IMAGES[..., 0], LABELS, IMAGES[:1, ..., 0], LABELS[:1])
+    assert grey.input_shape == (1, 5, 7) and torch.equal(grey.train_x[:, 0], torch.from_numpy(IMAGES[..., 0]))
+
+
+def test_an_undecidable_layout_is_refused() -> None:
+    with pytest.raises(DataError, match=r"train_x .*tensor \[n, C, H, W\]"):
+        from_arrays(IMAGES[:, :3], LABELS, IMAGES[:, :3], LABELS)
+
+
+def test_mean_and_std_are_those_of_the_training_images() -> None:
+    data = from_arrays(IMAGES, LABELS, IMAGES[:1] * 0, LABELS[:1])
+    assert data.mean == pytest.approx((IMAGES / 255).mean((0, 1, 2)))
+    assert data.std == pytest.approx((IMAGES / 255).std((0, 1, 2)))
+    assert from_arrays(IMAGES, LABELS, IMAGES, LABELS, mean=[0, 0, 0], std=[1, 1, 1]).std == (1.0, 1.0, 1.0)
+    assert from_arrays(IMAGES * 0, LABELS, IMAGES, LABELS).std == (1.0, 1.0, 1.0)
+
+
+def test_floats_are_used_as_they_are() -> None:
+    x = generator.normal(size=(6, 9)).astype(">f8")
+    data = from_arrays(x, LABELS.astype(np.uint8), x[:2], LABELS[:2])
+    assert data.train_x.dtype == torch.float32 and data.mean == () and data.input_shape == (9,)
+    assert np.allclose(data.train_x.numpy(), x)
+
+
+def test_words_become_labels_and_users_numbers() -> None:
+    x = np.zeros((3, 2), np.float32)
+    users = ["zoe", "ann", "zoe"]
+    data = from_arrays(x, ["cat", "ant", "cat"], x[:1], np.array(["bee"], object), users=users)
+    assert data.classes == ("ant", "bee", "cat")
+    assert data.train_y.tolist() == [2, 0, 2] and data.test_y.tolist() == [1]
+    assert data.users is not None and data.users.tolist() == [1, 0, 1]
+    given = from_arrays(x, ["cat", "ant", "cat"], x[:1], ["ant"], classes=["cat", "ant"], indices=[[0, 2], [1]])
+    assert given.train_y.tolist() == [0, 1, 0]
+    assert given.indices is not None and [own.tolist() for own in given.indices] == [[0, 2], [1]]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda x: from_arrays(x, ["cat"] * 6, x, ["dog"] * 6, classes=["cat"]), "dog"),
+        (lambda x: from_arrays(x, LABELS + 0.5, x, LABELS), "train_y holds float64"),
+        (lambda x: from_arrays(x, LABELS * 10**9, x, LABELS), "number the classes from 0"),
+        (lambda x: from_arrays(x, LABELS, x, LABELS, users=["a", 1, "a", 1, "a", 1]), "put in order"),
+        (lambda x: from_arrays(x, LABELS, x, LABELS, indices=[[0.5]]), "indices holds float64"),
+        (lambda x: from_arrays(x.astype(complex), LABELS, x, LABELS), "train_x holds complex128"),
+    ],
+)
+def test_values_that_mean_nothing_are_refused(call: Callable[[Any], Dataset], words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        call(np.zeros((6, 2)))
+
+
+class Pairs(torch.utils.data.Dataset[Any]):
+    def __init__(self, inputs: Any, labels: Any) -> None:
+        self.inputs, self.labels = inputs, labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, place: int) -> Any:
+        return self.inputs[place], self.labels[place]
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(zip(torch.from_numpy(IMAGES).permute(0, 3, 1, 2), LABELS, strict=True))
+
+
+def test_torch_data_sets_of_pictures_arrays_and_tensors() -> None:
+    wanted = from_arrays(IMAGES, LABELS, IMAGES, LABELS)
+    pictures = Pairs([Image.fromarray(image) for image in IMAGES], torch.tensor(LABELS))
+    for source in (pictures, Pairs(IMAGES, LABELS.tolist()), Stream()):
+        data = from_torch(source, source, name="pairs", augment=True)
+        assert torch.equal(data.train_x, wanted.train_x) and torch.equal(data.test_y, wanted.test_y)
+        assert data.mean == wanted.mean and data.name == "pairs" and data.augment
+    floats = Pairs(torch.rand(6, 3, 5, 7), LABELS)
+    assert torch.equal(from_torch(floats, floats).train_x, floats.inputs)
+
+
+def test_a_torch_data_set_of_unlike_examples_is_refused() -> None:
+    uneven = Pairs([torch.zeros(2), torch.zeros(2), torch.zeros(3)], [0, 0, 0])
+    with pytest.raises(DataError, match="example 2"):
+        from_torch(uneven, uneven)
+    with pytest.raises(DataError, match="no examples"):
+        from_torch(Pairs([], []), uneven)
+
+
+# IDX files
+
+shapes = st.lists(st.integers(0, 5), min_size=1, max_size=4)
+
+
+@given(shape=shapes, seed=st.integers(0, 9), zipped=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_idx_round_trip(shape: list[int], seed: int, zipped: bool) -> None:
+    array = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x-ubyte"
+        path.write_bytes(gzip.compress(idx(array)) if zipped else idx(array))
+        assert torch.equal(read_idx(path), torch.from_numpy(array))
+        assert torch.equal(read_idx(path, tuple(shape)), torch.from_numpy(array))
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_idx_cut_at_any_byte_is_refused(tmp_path: Path, zipped: bool) -> None:
+    whole = idx(IMAGES[:2, :3, :3, 0])
+    whole = gzip.compress(whole) if zipped else whole
+    path = tmp_path / "cut-ubyte"
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        with pytest.raises(DataError, match="cut-ubyte"):
+            read_idx(path)
+    path.write_bytes(whole + b"!")
+    with pytest.raises(DataError, match="cut-ubyte"):
+        read_idx(path)
+
+
+@given(place=st.integers(0, 200), value=st.integers(1, 255))
+@settings(max_examples=60, deadline=None)
+def test_a_damaged_gzip_never_gives_other_numbers(place: int, value: int) -> None:
+    array = IMAGES[:2, :, :, 0]
+    whole = bytearray(gzip.compress(idx(array), mtime=0))
+    whole[place % len(whole)] ^= value
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "damaged"
+        path.write_bytes(whole)
+        try:
+            assert torch.equal(read_idx(path), torch.from_numpy(array))  # a byte of the header that says nothing
+        except DataError as error:
+            assert "damaged" in str(error)  # noqa: PT017
+
+
+def test_idx_promises_are_not_believed(tmp_path: Path) -> None:
+    huge = bytes([0, 0, 8, 3]) + struct.pack(">3I", 2**32 - 1, 2**32 - 1, 2**32 - 1)
+    for content in (huge, gzip.compress(huge + bytes(10**6))):
+        (tmp_path / "bomb").write_bytes(content)
+        with pytest.raises(DataError, match="more than it can hold"):
+            read_idx(tmp_path / "bomb")
+    (tmp_path / "bomb").write_bytes(gzip.compress(idx(np.zeros(3, np.uint8)) + bytes(10**8)))
+    with pytest.raises(DataError, match="goes on after its end"):
+        read_idx(tmp_path / "bomb")
+
+
+@pytest.mark.parametrize("content", [b"", b"\0\0\x0d\x01\0\0\0\0", b"\0\0\x08\0", b"<html>not found</html>"])
+def test_foreign_files_are_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "foreign").write_bytes(content)
+    with pytest.raises(DataError, match=r"foreign.*not an IDX file"):
+        read_idx(tmp_path / "foreign")
+    with pytest.raises(DataError, match="absent"):
+        read_idx(tmp_path / "absent")
+
+
+# The publishers' layouts
+
+
+def write_fashion(folder: Path, end: str, labels: list[int]) -> np.ndarray[Any, Any]:
+    folder.mkdir(parents=True)
+    pack = gzip.compress if end else bytes
+    images = generator.integers(0, 256, (len(labels), 28, 28), dtype=np.uint8)
+    for part in ("train", "t10k"):
+        (folder / f"{part}-images-idx3-ubyte{end}").write_bytes(pack(idx(images)))
+        (folder / f"{part}-labels-idx1-ubyte{end}").write_bytes(pack(idx(np.array(labels, np.uint8))))
+    return images
+
+
+@pytest.mark.parametrize(("below", "end"), [("", ""), ("raw", ".gz")])
+def test_fashion_mnist(tmp_path: Path, below: str, end: str) -> None:
+    images = write_fashion(tmp_path / "set" / below, end, [9, 0, 3])
+    data = readers.read_fashion_mnist(tmp_path / "set", sizes=(3, 3))
+    assert torch.equal(data.train_x[:, 0], torch.from_numpy(images)) and data.test_y.tolist() == [9, 0, 3]
+    assert data.classes[0] == "T-shirt/top" and data.classes[9] == "Ankle boot" and len(data.classes) == 10
+    with pytest.raises(DataError, match=r"train-images.*\[3, 28, 28\] where \[60000, 28, 28\]"):
+        readers.read_fashion_mnist(tmp_path / "set")
+
+
+def test_fashion_mnist_with_a_label_too_high_or_a_file_too_few(tmp_path: Path) -> None:
+    write_fashion(tmp_path / "set", "", [0, 10])
+    with pytest.raises(DataError, match=r"train-labels-idx1-ubyte: example 1 has label 10"):
+        readers.read_fashion_mnist(tmp_path / "set", sizes=(2, 2))
+    (tmp_path / "set" / "train-labels-idx1-ubyte").unlink()
+    with pytest.raises(DataError, match="train-labels-idx1-ubyte is missing"):
+        readers.read_fashion_mnist(tmp_path / "set", sizes=(2, 2))
+
+
+def write_cifar10(folder: Path) -> np.ndarray[Any, Any]:
+    """Two records a file, all labels even, so that a reader off by a byte is seen."""
+    folder.mkdir()
+    records = generator.integers(0, 256, (12, 3073), dtype=np.uint8)
+    records[:, 0] = np.arange(12) * 2 % 10
+    for place, name in enumerate([*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]):
+        records[2 * place : 2 * place + 2].tofile(folder / name)
+    return records
+
+
+def test_cifar10(tmp_path: Path) -> None:
+    records = write_cifar10(tmp_path / "set")
+    data = readers.read_cifar10(tmp_path / "set", sizes=(10, 2))
+    assert data.train_y.tolist() == [0, 2, 4, 6, 8] * 2 and data.test_y.tolist() == [0, 2]
+    assert data.input_shape == (3, 32, 32) and data.classes[0] == "airplane" and data.augment
+    assert int(data.train_x[3, 1, 2, 5]) == records[3, 1 + 1024 + 2 * 32 + 5]
+    (tmp_path / "set" / "batches.meta.txt").write_text("a\nb\nc\nd\ne\nf\ng\nh\ni\nj\n\n")
+    assert readers.read_cifar10(tmp_path / "set", sizes=(10, 2)).classes == tuple("abcdefghij")
+    (tmp_path / "set" / "batches.meta.txt").write_text("a\n")
+    with pytest.raises(DataError, match=r"batches\.meta\.txt names 1 classes"):
+        readers.read_cifar10(tmp_path / "set", sizes=(10, 2))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda whole: whole[:-1], "is cut short"),
+        (lambda whole: b"", "is cut short"),
+        (lambda whole: whole + b"!", "is not the publisher's file"),
+        (lambda whole: whole[:3073] + b"\x0a" + whole[3074:], "example 1 has label 10"),
+    ],
+)
+def test_a_damaged_cifar_file_is_named(tmp_path: Path, damage: Callable[[bytes], bytes], words: str) -> None:
+    write_cifar10(tmp_path / "set")
+    path = tmp_path / "set" / "data_batch_4.bin"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(DataError) as caught:
+        readers.read_cifar10(tmp_path / "set", sizes=(10, 2))
+    assert str(path) in str(caught.value) and words in str(caught.value)
+    path.unlink()
+    with pytest.raises(DataError, match=r"data_batch_4\.bin cannot be read"):
+        readers.read_cifar10(tmp_path / "set", sizes=(10, 2))
+
+
+def test_cifar100_takes_the_fine_label(tmp_path: Path) -> None:
+    records = generator.integers(0, 256, (3, 3074), dtype=np.uint8)
+    records[:, 0], records[:, 1] = 19, [99, 0, 7]
+    for name in ("train.bin", "test.bin"):
+        records.tofile(tmp_path / name)
+    data = readers.read_cifar100(tmp_path, sizes=(3, 3))
+    assert data.train_y.tolist() == [99, 0, 7] and int(data.train_x[0, 2, 31, 31]) == records[0, -1]
+    assert len(set(data.classes)) == 100 and data.classes[0] == "apple" and data.classes[99] == "worm"
+    records[2, 1] = 100
+    records.tofile(tmp_path / "test.bin")
+    with pytest.raises(DataError, match=r"test\.bin: example 2 has label 100"):
+        readers.read_cifar100(tmp_path, sizes=(3, 3))
+
+
+def test_digits() -> None:
+    data = readers.read_digits()
+    assert len(data.train_y) + len(data.test_y) == 1797 and data.input_shape == (1, 8, 8)
+    counts = (data.train_y.bincount() + data.test_y.bincount()).tolist()
+    assert data.test_y.bincount().tolist() == [count // 5 for count in counts]
+    assert int(data.train_x.max()) == 255 and set(data.train_x.unique().tolist()) <= {
+        round(value * 255 / 16) for value in range(17)
+    }
+    scaled = data.train_x.double() / 255
+    assert data.mean[0] == pytest.approx(float(scaled.mean()))
+    assert data.std[0] == pytest.approx(float(scaled.std(correction=0)))

@@ -3,6 +3,7 @@
 import argparse
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -253,15 +254,27 @@ def _known() -> dict[str, Setting]:
     return known
 
 
+class _Help(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=36, width=min(120, shutil.get_terminal_size().columns - 2))
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        """A flag's value without brackets: it is only for better faults that it may be left out."""
+        return str(action.metavar) if action.nargs == "?" else super()._format_args(action, default_metavar)
+
+
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(**{"formatter_class": _Help, "allow_abbrev": False} | keywords)
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError([f"{message}. See {self.prog} --help."])
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="fedcog", description=fedcog.__doc__, allow_abbrev=False)
+    parser = _Parser(prog="fedcog", description=fedcog.__doc__)
     parser.add_argument("--version", action="version", version=f"fedcog {fedcog.__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     one = _command_parser(commands, "run", _run, "run one experiment, or continue one", "[FILE.toml]")
     one.add_argument("--resume", metavar="DIR", help="continue the run in DIR")
@@ -292,7 +305,7 @@ def _parser() -> argparse.ArgumentParser:
         "get": "fetch a data set",
         "path": "the folders that are looked in",
     }.items():
-        part = actions.add_parser(action, help=text, description=text, allow_abbrev=False)
+        part = actions.add_parser(action, help=text, description=text)
         if action == "get":
             part.add_argument("name", choices=list(SOURCES), metavar="NAME", help=", ".join(SOURCES))
         part.add_argument("--data-dir", metavar="DIR", help="folder for data sets")
@@ -303,7 +316,7 @@ def _parser() -> argparse.ArgumentParser:
 def _command_parser(commands: Any, name: str, call: Any, text: str, words: str = "") -> argparse.ArgumentParser:
     usage = f"fedcog {name} {words} [flags]".replace("  ", " ") if words else None
     parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=text, description=f"{text[0].upper()}{text[1:]}.", usage=usage, allow_abbrev=False
+        name, help=text, description=f"{text[0].upper()}{text[1:]}.", usage=usage
     )
     style = parser.add_mutually_exclusive_group()
     style.add_argument("--quiet", dest="style", action="store_const", const="quiet", help="print nothing but faults")

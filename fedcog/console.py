@@ -24,13 +24,14 @@ from fedcog.models import MODELS
 
 Style = Literal["auto", "plain", "quiet"]
 
-_out, _err = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False, soft_wrap=True)
+_out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+_err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def say(text: str, style: Style) -> None:
     """A line of results."""
     if style != "quiet":
-        _out.print(text, markup=False)
+        _out.print(text, markup=False, soft_wrap=True)
 
 
 def note(text: str) -> None:
@@ -200,12 +201,12 @@ def catalogue() -> None:
         for setting in settings.settings(cls).values():
             choices = f" [{' | '.join(setting.choices)}]" if setting.choices else ""
             table.add_row("", f"--{name}.{setting.flag}", str(setting.default), setting.help + choices)
-    _print(table)
+    _out.print(table)
     data_sets(None)
     table = Table("model", "what it is", title="Models", title_justify="left")
     for name, build in MODELS.items():
         table.add_row(name, (build.__doc__ or "").strip().splitlines()[0])
-    _print(table)
+    _out.print(table)
     table = Table("partition", "what it is", "settings", title="Partitions", title_justify="left")
     uses = {
         "dirichlet": "--beta --balance --min-examples",
@@ -216,7 +217,7 @@ def catalogue() -> None:
     for kind in KINDS:
         text = (PARTITIONS.get(kind, natural).__doc__ or "").strip().splitlines()[0]
         table.add_row(kind, text, uses.get(kind, ""))
-    _print(table)
+    _out.print(table)
     _out.print("Every setting of an experiment, with its default: fedcog run --help", markup=False)
 
 
@@ -228,7 +229,7 @@ def data_sets(data_dir: str | None) -> None:
         where = "embedded (scikit-learn)" if name == "digits" else str(place or f"missing; fedcog data get {name}")
         shape = "x".join(str(side) for side in source.input_shape)
         table.add_row(name, f"{source.train_size:,}", f"{source.test_size:,}", shape, str(source.classes), where)
-    _print(table)
+    _out.print(table)
 
 
 def partition(counts: Tensor, classes: Sequence[str]) -> None:
@@ -237,10 +238,4 @@ def partition(counts: Tensor, classes: Sequence[str]) -> None:
     for client, row in enumerate(counts.tolist()):
         table.add_row(str(client), *(str(count) if count else "·" for count in row), str(sum(row)))
     table.add_row("all", *(str(count) for count in counts.sum(0).tolist()), str(int(counts.sum())), style="bold")
-    _print(table)
-
-
-def _print(table: Table) -> None:
-    """A table, on a pipe as wide as it needs to be."""
-    wide = max(_out.width, 160) if not sys.stdout.isatty() else None
-    _out.print(table, width=wide)
+    _out.print(table)

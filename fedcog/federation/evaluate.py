@@ -33,7 +33,7 @@ def _right(model: Model, task: Task, inputs: Tensor, labels: Tensor) -> Callable
 
 def accuracy(hits: Tensor, totals: Tensor) -> float:
     """The share of right answers."""
-    return float(hits.sum() / totals.sum())
+    return int(hits.sum()) / int(totals.sum())
 
 
 def own_accuracy(hits: Tensor, totals: Tensor, counts: Tensor) -> float:

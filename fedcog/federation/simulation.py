@@ -9,7 +9,7 @@ from torch import Tensor
 from fedcog import tree
 from fedcog.algorithms import Algorithm
 from fedcog.federation.cohort import Cohort, Members
-from fedcog.federation.evaluate import own_accuracy
+from fedcog.federation.evaluate import accuracy, own_accuracy
 from fedcog.federation.store import Store
 from fedcog.tree import Params, State
 
@@ -32,7 +32,7 @@ class Simulation:
         self.counts = torch.stack([task.counts(data.labels(client)) for client in range(data.clients)])
         self.totals = task.counts(data.test_y)
         cap = weight_cap or int(data.sizes.max())
-        self.weights = (data.sizes.clamp(max=cap) / cap).to(data.dtype)
+        self.weights = data.sizes.clamp(max=cap).to(data.dtype) / cap
         if local_epochs:
             self.steps = (data.sizes * local_epochs / cohort.batch_size).ceil().clamp(min=1).long()
         else:
@@ -62,7 +62,7 @@ class Simulation:
         if before is not None and outcome.hits is not None:
             for row, hits in enumerate(outcome.hits):
                 counts = members.counts[row]
-                local[row]["accuracy"] = float(hits.sum() / self.totals.sum())
+                local[row]["accuracy"] = accuracy(hits, self.totals)
                 local[row]["own_accuracy"] = own_accuracy(hits, self.totals, counts)
                 local[row]["own_accuracy_before"] = own_accuracy(before, self.totals, counts)
         mean = float((outcome.loss * members.weight).sum() / members.weight.sum())

@@ -1,0 +1,134 @@
+"""FedCOG's options, each seen to do what it says."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from fedcog.algorithms import Algorithm, Batch, FedAvg, FedCOG, FedProx, Site
+from fedcog.federation.cohort import Members, _autograd
+from fedcog.tree import Params
+from tests.small import Small, worst
+
+COG = FedCOG(count=8, steps=4, start_round=0, lr=0.1)
+
+
+def extra(algorithm: FedCOG, rounds: int = 1) -> tuple[Small, Site, Batch]:
+    """What client 0 generates in the round after `rounds`."""
+    small = Small(dataclasses.replace(algorithm, start_round=0), rounds=rounds)
+    small.run()
+    backend, shared = small.backend, small.algorithm.broadcast(small.server)
+    own = {name: value[0] for name, value in {}.items()}
+    own = backend.store.take([0], small.algorithm, shared)
+    member = Members(
+        torch.tensor(0),
+        {"previous": {name: value[0] for name, value in own["previous"].items()}},
+        backend.weights[0],
+        backend.counts[0],
+        backend.steps[0],
+    )
+    site = backend.cohort._sites(_autograd, shared, 0.1)(member, shared["buffers"], torch.tensor(0))
+    draws = backend.cohort._draws(algorithm, member, rounds)
+    with torch.no_grad():
+        return small, site, algorithm.extra_data(site, draws)["made"]
+
+
+def test_the_teachers_outputs_belong_to_the_very_inputs() -> None:
+    _, site, made = extra(COG)
+    teacher: Params = site.shared["params"] | site.shared["buffers"]
+    assert torch.equal(site.model.predict(teacher, made["x"]), made["logits"])
+
+
+def test_after_a_round_the_previous_model_is_not_the_global_one_and_matters() -> None:
+    _, site, made = extra(COG)
+    assert worst(site.own["previous"], site.shared["params"] | site.shared["buffers"]) > 1e-4
+    _, _, alone = extra(dataclasses.replace(COG, source="global"))
+    assert float((made["x"] - alone["x"]).abs().max()) > 1e-6
+    _, _, without = extra(dataclasses.replace(COG, lambda_dis=0.0))
+    assert torch.equal(without["x"], alone["x"])
+
+
+def test_source_noise_skips_the_optimisation() -> None:
+    small, _, made = extra(dataclasses.replace(COG, source="noise"))
+    number = torch.tensor([0])
+    from fedcog import streams
+
+    assert torch.equal(made["x"], streams.normal(3, "noise", 1, number, (8, 1, 8, 8))[0].double())
+    _, _, still = extra(dataclasses.replace(COG, steps=0))
+    assert torch.equal(made["x"], still["x"])
+
+
+def test_labels() -> None:
+    small, site, made = extra(COG)
+    counts = site.counts
+    assert torch.equal(made["y"], small.task.targets(counts, 8, "complementary"))
+    _, _, made = extra(dataclasses.replace(COG, labels="uniform"))
+    assert torch.bincount(made["y"], minlength=4).tolist() == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"supervision": "hard"},
+        {"weighting": "fixed", "lambda_kd": 0.5},
+        {"source": "noise"},
+        {"source": "global"},
+        {"labels": "uniform"},
+        {"steps": 1},
+        {"count": 5},
+        {"lambda_dis": 3.0},
+        {"beta1": 0.0},
+        {"beta2": 0.5},
+        {"lr": 0.5},
+        {"start_round": 1},
+    ],
+)
+def test_every_option_changes_the_result(change: dict[str, object]) -> None:
+    one = Small(COG).run()[-1].server["params"]
+    other = Small(dataclasses.replace(COG, **change)).run()[-1].server["params"]  # type: ignore[arg-type]
+    assert worst(one, other) > 1e-9
+
+
+def test_the_generation_batch_does_not() -> None:
+    one = Small(COG).run()[-1].server["params"]
+    other = Small(dataclasses.replace(COG, generation_batch=3)).run()[-1].server["params"]
+    assert worst(one, other) < 1e-12
+
+
+def test_fixed_weighting_with_lambda_zero_is_the_inner_algorithm() -> None:
+    bare = Small(FedProx()).run()[-1].server["params"]
+    wrapped = Small(dataclasses.replace(COG, inner=FedProx(), weighting="fixed", lambda_kd=0.0))
+    assert worst(bare, wrapped.run()[-1].server["params"]) < 1e-12
+
+
+def test_hard_supervision_is_cross_entropy_with_the_teachers_decision() -> None:
+    small, site, made = extra(dataclasses.replace(COG, supervision="hard", weighting="fixed", lambda_kd=1.0))
+    algorithm = dataclasses.replace(COG, supervision="hard", weighting="fixed", lambda_kd=1.0)
+    params = {name: value + 0.1 for name, value in site.shared["params"].items()}
+    real = small.data.examples(torch.arange(6))
+    both = algorithm.local_loss(params, {**real, "made": made}, site)
+    logits = site.model.predict(params, made["x"])
+    hard = torch.nn.functional.cross_entropy(logits, made["logits"].argmax(-1))
+    plain = FedAvg().local_loss(params, real, site)
+    assert both.item() == pytest.approx((plain + hard).item(), rel=1e-12)
+
+
+def test_the_payload_is_fedavgs_byte_for_byte_in_shape_and_name() -> None:
+    def payload(algorithm: Algorithm) -> dict[str, tuple[int, ...]]:
+        small = Small(algorithm, rounds=1)
+        total, _ = small.backend.gather(
+            algorithm, algorithm.broadcast(small.server), [0, 1, 2], 0, 0.1, None
+        )
+        from fedcog import tree
+
+        return {name: tuple(value.shape) for name, value in tree.flatten(total).items()}
+
+    assert payload(COG) == payload(FedAvg())
+
+
+def test_the_exhibit_shows_the_inputs_that_were_used() -> None:
+    small = Small(COG, rounds=1)
+    shown = small.run()[-1].exhibit
+    assert shown["steps"].tolist() == [0, 1, 2, 3, 4]
+    assert shown["images"].shape == (5, 8, 1, 8, 8)
+    assert not Small(dataclasses.replace(COG, start_round=5)).run()[-1].exhibit

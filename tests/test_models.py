@@ -1,0 +1,90 @@
+import pytest
+import torch
+from torch import nn
+
+from fedcog.models import Model, ModelError, build
+from tests.user_models import USER_MODELS
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "classes", "parameters"),
+    [
+        ("cnn", (3, 32, 32), 10, 62_006),
+        ("cnn", (1, 28, 28), 10, 44_426),
+        ("cnn3", (3, 32, 32), 100, 69_380),
+    ],
+)
+def test_the_papers_networks_have_the_papers_sizes(
+    name: str, shape: tuple[int, ...], classes: int, parameters: int
+) -> None:
+    model = Model(build(name, shape, classes, seed=0), shape, classes)
+    assert sum(value.numel() for value in model.params.values()) == parameters
+
+
+def test_initialisation_is_a_function_of_the_seed_alone() -> None:
+    torch.manual_seed(1)
+    one = build("small", (1, 8, 8), 4, seed=5).state_dict()
+    torch.manual_seed(2)
+    before = torch.random.get_rng_state()
+    two = build("small", (1, 8, 8), 4, seed=5).state_dict()
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert not torch.equal(one["0.weight"], build("small", (1, 8, 8), 4, seed=6).state_dict()["0.weight"])
+
+
+@pytest.mark.parametrize("name", USER_MODELS)
+def test_a_users_network_computes_what_it_computes(name: str) -> None:
+    module = USER_MODELS[name]().double()
+    model = Model(module, (1, 8, 8), 4).to(torch.device("cpu"), torch.float64)
+    x = torch.randn(7, 1, 8, 8, dtype=torch.float64)
+    assert torch.equal(model.predict(model.params | model.buffers, x), module.eval()(x))
+    buffers = {key: value.clone() for key, value in model.buffers.items()}
+    assert torch.equal(model.logits(model.params, buffers, x), module.train()(x))
+    for key, value in module.named_buffers():
+        if value.is_floating_point():
+            assert torch.equal(buffers[key], value), "running statistics move as the network's own would"
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(nn.functional.dropout(x, 0.5, self.training))  # type: ignore[no-any-return]
+
+
+class Twins(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layer(x), x
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5)), "layers '1' draws random numbers"),
+        (Noisy(), "two different outputs for the same inputs"),
+        (Twins(), "gave tuple"),
+        (nn.Linear(3, 5), r"gave \(4, 5\)"),
+        (nn.Linear(9, 4), "does not take inputs of shape"),
+        (nn.Flatten(), "nothing to train"),
+        (nn.Sequential(nn.LazyLinear(4)), "no shape yet"),
+        (nn.Sequential(nn.BatchNorm1d(3, momentum=None), nn.Linear(3, 4)), "momentum=None"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_reason(module: nn.Module, reason: str) -> None:
+    with pytest.raises(ModelError, match=reason):
+        Model(module, (3,), 4)
+
+
+def test_dropout_that_drops_nothing_is_fine() -> None:
+    Model(nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.0)), (3,), 4)
+
+
+def test_a_network_too_large_for_the_images_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"too small.*Choose another: cnn"):
+        build("cnn", (1, 8, 8), 4, seed=0)

@@ -1,11 +1,12 @@
 """fedcog run | compare | report | list | partition | data: parse, call, print."""
 
 import argparse
+import contextlib
 import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.note(str(stop))
         return 130
     except KeyboardInterrupt:
-        console.note("stopped at once; what the last checkpoint holds is safe.")
+        console.note("stopped.")
         return 130
     except BrokenPipeError:  # the reader of a pipe had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -63,14 +64,15 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
     out = Path(options.resume or options.out or default_out(experiment))
     with console.Progress(experiment.rounds, options.style) as progress:
         console.experiment(experiment, out, options.style)
-        done = run(
-            experiment,
-            out,
-            resume=options.resume is not None,
-            watch=progress.advance,
-            stopping=progress.stopping,
-            command=_command(options),
-        )
+        with _onward(f"fedcog run --resume {shlex.quote(str(out))}"):
+            done = run(
+                experiment,
+                out,
+                resume=options.resume is not None,
+                watch=progress.advance,
+                stopping=progress.stopping,
+                command=_command(options),
+            )
     console.results([done], options.style)
     console.say(f"report: {out / 'report.html'}", options.style)
     return 0
@@ -99,12 +101,22 @@ def _compare(options: argparse.Namespace, rest: list[str]) -> int:
     total = sum(experiment.rounds for experiment in experiments) * len(seeds)
     with console.Progress(total, options.style) as progress:
         console.comparison(experiments, seeds, out, options.style)
-        runs = compare(
-            experiments, seeds, out, watch=progress.advance, stopping=progress.stopping, command=_command(options)
-        )
+        with _onward(_command(options)):
+            runs = compare(
+                experiments, seeds, out, watch=progress.advance, stopping=progress.stopping, command=_command(options)
+            )
     console.results(runs, options.style)
     console.say(f"report: {out / 'report.html'}", options.style)
     return 0
+
+
+@contextlib.contextmanager
+def _onward(command: str) -> Iterator[None]:
+    """Whatever stops the work, say how to go on with it."""
+    try:
+        yield
+    except (Interrupted, KeyboardInterrupt) as stop:
+        raise Interrupted(f"{str(stop) or 'stopped at once'}; continue with: {command}") from None
 
 
 def _report(options: argparse.Namespace, rest: list[str]) -> int:

@@ -30,8 +30,9 @@ class Model:
         for part in module.modules():
             if "num_batches_tracked" in part._buffers:  # a counter no result depends on; vmap cannot write to it
                 part._buffers["num_batches_tracked"] = None
-        named = dict(module.named_parameters())
-        constants = {name: value for name, value in module.named_buffers() if value.is_floating_point()}
+        # In order of their names, as files give them back: sums over a model are then the same after a resume.
+        named = dict(sorted(module.named_parameters()))
+        constants = {name: value for name, value in sorted(module.named_buffers()) if value.is_floating_point()}
         self.params: Params = {name: value.detach() for name, value in named.items() if value.requires_grad}
         self.buffers: Params = constants | {n: v.detach() for n, v in named.items() if not v.requires_grad}
         self._train = copy.deepcopy(module).requires_grad_(False).train()

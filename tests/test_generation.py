@@ -84,9 +84,7 @@ def test_the_batch_decides_about_memory_alone(batch: int) -> None:
     labels = torch.arange(7) % 4
     whole = Recipe(steps=30, lr=0.05, betas=(0.5, 0.9), disagreement=0.1, batch=0)
     one = generation.generate(task, model, teacher, student, labels, noise(7), whole, _autograd)
-    other = generation.generate(
-        task, model, teacher, student, labels, noise(7), whole._replace(batch=batch), _autograd
-    )
+    other = generation.generate(task, model, teacher, student, labels, noise(7), whole._replace(batch=batch), _autograd)
     assert float((one - other).abs().max()) < 1e-12
 
 
@@ -108,9 +106,7 @@ def test_generation_leaves_running_statistics_alone() -> None:
     weights = model.params | model.buffers
     before = {name: value.clone() for name, value in weights.items()}
     recipe = Recipe(steps=3, lr=0.05, betas=(0.5, 0.9), disagreement=0.1, batch=0)
-    generation.generate(
-        task, model, weights, weights, torch.arange(4), torch.randn(4, 1, 8, 8), recipe, _autograd
-    )
+    generation.generate(task, model, weights, weights, torch.arange(4), torch.randn(4, 1, 8, 8), recipe, _autograd)
     assert all(torch.equal(before[name], weights[name]) for name in weights)
 
 

@@ -58,12 +58,12 @@ def dirichlet(labels: Indices, rule: Rule, seed: int) -> list[Indices]:
         held = np.zeros(rule.clients, dtype=np.int64)
         for label in range(int(labels.max()) + 1):
             examples = generator.permutation(np.flatnonzero(labels == label))
-            proportions = generator.dirichlet(np.full(rule.clients, rule.beta))
-            if rule.balance:
-                proportions = proportions * (held < len(labels) / rule.clients)
-            if proportions.sum() == 0:  # every taker is full, or beta so small that all proportions vanished
-                continue
-            cuts = (proportions / proportions.sum()).cumsum()[:-1] * len(examples)
+            room = held < len(labels) / rule.clients if rule.balance else np.full(rule.clients, True)
+            proportions = np.nan_to_num(generator.dirichlet(np.full(rule.clients, rule.beta))) * room
+            if proportions.sum() == 0:  # beta so small that nothing is left for those with room
+                proportions = room.astype(np.float64)
+            rising = proportions.cumsum()  # divided by its own end: rounding must not give a full client the rest
+            cuts = rising[:-1] / rising[-1] * len(examples)
             for client, part in enumerate(np.split(examples, cuts.astype(np.int64))):
                 shares[client].append(part)
                 held[client] += len(part)

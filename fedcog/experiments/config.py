@@ -89,10 +89,10 @@ class Experiment:
     def to_toml(self) -> str:
         """All settings as a TOML file that `from_toml` reads."""
         values = self.to_dict()
-        lines = [f"{key} = {json.dumps(value)}" for key, value in values.items() if not isinstance(value, dict)]
+        lines = [f"{key} = {_toml(value)}" for key, value in values.items() if not isinstance(value, dict)]
         for name, table in values.items():
             if isinstance(table, dict):
-                lines += ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
+                lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in table.items())]
         return "\n".join(lines) + "\n"
 
     @property
@@ -101,6 +101,11 @@ class Experiment:
         free = {field.name for field in dataclasses.fields(self) if not field.metadata.get("identity", True)}
         values = {name: value for name, value in self.to_dict().items() if name not in free}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _toml(value: Any) -> str:
+    """A value in TOML, which JSON is but for one character."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def layers(algorithm: Algorithm) -> list[tuple[str, Algorithm]]:

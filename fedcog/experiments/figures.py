@@ -1,9 +1,7 @@
 """The figures of a report, each as the text of an SVG: readable in print, on a phone and for the colour-blind."""
 
 import contextlib
-import hashlib
 import io
-import re
 import textwrap
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,7 +43,9 @@ STYLE: dict[Any, Any] = {
     "legend.handlelength": 2.8,
     "legend.fontsize": 9,
 }
-HEAT = LinearSegmentedColormap.from_list("heat", ["#ffffff", "#cfe3f2", "#56a0d3", "#0b5c94", "#062f4f"])
+HEAT = LinearSegmentedColormap.from_list("heat", ["#cfe4f3", "#64a8d8", "#1f77b4", "#0b4a78"]).with_extremes(
+    under="#ffffff"
+)
 
 
 class Look(NamedTuple):
@@ -83,7 +83,11 @@ def curves_figure(
     marks: Sequence[int] = (),
 ) -> str:
     """Lines over rounds with their deviation as a band, and a thin upright one before each round in `marks`."""
-    with _drawing(size, f"{label} over rounds: {', '.join(line.label for line in lines)}") as drawing:
+    names = ["\n".join(_wrap(line.label, int(11 * size[0]))) for line in lines]
+    columns = max(1, min(len(names), 4, int(size[0] / (0.085 * max(len(name) for name in names) + 0.6))))
+    rows = sum(name.count("\n") + 1 for name in names) / columns
+    about = f"{label} over rounds: {', '.join(line.label for line in lines)}"
+    with _drawing((size[0], size[1] + 0.17 * (rows - 1)), about) as drawing:
         axes = drawing.figure.subplots()
         factor = 100 if percent else 1
         for line in lines:
@@ -97,14 +101,10 @@ def curves_figure(
             axes.plot(rounds, means, marker="o" if len(rounds) <= 30 else "", markersize=2.8, **_stroke(line.look))
         for mark in marks:
             axes.axvline(mark - 0.5, color="#777777", linewidth=0.8)
-            words: dict[str, Any] = {
-                "x": mark - 0.5,
-                "y": 0.03,
-                "s": f"FedCOG from round {mark}",
-                "rotation": 90,
-                "fontsize": 7.5,
-            }
-            axes.text(**words, transform=axes.get_xaxis_transform(), ha="right", va="bottom", color="#555555")
+            words = f"FedCOG from round {mark}" if len(marks) == 1 else str(mark)
+            place: dict[str, Any] = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points"}
+            side = "right" if len(marks) == 1 and 2 * mark > max(rounds) else "center"
+            axes.annotate(words, (mark - 0.5, 1), (0, 2), **place, ha=side, fontsize=8, color="#555555")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
         if all(len(line.points) < 2 for line in lines) and not marks:
             rounds = [round for line in lines for round, _ in line.points]
@@ -117,7 +117,8 @@ def curves_figure(
         axes.grid(axis="y")
         axes.set_xlabel("round")
         axes.set_ylabel(label)
-        _legend(drawing.figure, axes, [(line.label, line.look) for line in lines], size[0])
+        handles = [Line2D([], [], **_stroke(line.look)) for line in lines]
+        drawing.figure.legend(handles, names, loc="outside upper left", ncols=columns, borderpad=0, columnspacing=1.5)
     return drawing.svg
 
 
@@ -135,7 +136,7 @@ def partition_figure(counts: Tensor, classes: Sequence[str]) -> str:
         above.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=2))
         above.tick_params(bottom=False, labelbottom=False)
         values, most = counts.T.tolist(), max(int(counts.max()), 1)
-        colours = PowerNorm(0.5, 0, most)
+        colours = PowerNorm(0.5, 0.5, most)
         picture = axes.imshow(values, cmap=HEAT, norm=colours, aspect="auto", interpolation="none")
         room = min(74 * (width - 1.6) / clients / (0.62 * len(str(most))), 50 * rows / labels, 8)
         if room >= 5.5:
@@ -146,14 +147,23 @@ def partition_figure(counts: Tensor, classes: Sequence[str]) -> str:
                         axes.text(column, row, str(count), ha="center", va="center", fontsize=room, color=ink)
         _sparse(axes, "x", [str(client) for client in range(clients)], width - 1.4, 0.24)
         _sparse(axes, "y", names, rows, 0.15)
-        axes.spines[:].set_visible(False)
+        if room >= 5.5:
+            axes.set_xticks([client - 0.5 for client in range(clients + 1)], minor=True)
+            axes.set_yticks([label - 0.5 for label in range(labels + 1)], minor=True)
+            axes.grid(which="minor", color="#e4e4e4", linewidth=0.6)
+            axes.tick_params(which="minor", length=0)
+            axes.set_axisbelow(False)
+        axes.spines[:].set_visible(room < 5.5)
+        axes.spines[:].set_color(FAINT)
         axes.tick_params(length=2)
         axes.set_xlabel("client")
         axes.set_ylabel("class")
         if room < 5.5:
             bar = figure.colorbar(picture, ax=[above, axes], shrink=0.6, aspect=28, pad=0.02)
             bar.set_label("examples")
-            bar.ax.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
+            bar.set_ticks(
+                [1, *(tick for tick in MaxNLocator(5, integer=True).tick_values(1, most) if 1 < tick <= most)]
+            )
             bar.outline.set_visible(False)
     return drawing.svg
 
@@ -187,7 +197,7 @@ def time_figure(bars: Sequence[tuple[str, Mapping[str, float]]]) -> str:
     about = "Mean seconds per round: " + "; ".join(f"{label} {sum(parts.values()):.3g}" for label, parts in bars)
     names = ["\n".join(_wrap(label, 24)) for label, _ in bars]
     lines = sum(name.count("\n") + 2 for name in names)
-    with _drawing((4.8, 0.17 * lines + 1.1), about) as drawing:
+    with _drawing((4.4, 0.17 * lines + 1.1), about) as drawing:
         axes = drawing.figure.subplots()
         left = [0.0] * len(bars)
         for number, part in enumerate(parts):
@@ -231,22 +241,11 @@ def _drawing(size: tuple[float, float], about: str) -> Iterator[_Drawing]:
         drawing.figure.savefig(file, format="svg", metadata=nothing)
     svg = file.getvalue()
     svg = svg[svg.index("<svg") :].strip()
-    own = "f" + hashlib.sha256(svg.encode()).hexdigest()[:8]  # several figures share a page, and names on it are unique
-    svg = re.sub("<[^>]*>", lambda tag: re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{own}-", tag[0]), svg)
     drawing.svg = svg.replace("<svg", f'<svg role="img" aria-label="{escape(printable(about))}"', 1)
 
 
 def _stroke(look: Look) -> dict[str, Any]:
     return {"color": look.colour, "linestyle": (0, look.dashes) if look.dashes else "-", "linewidth": 1.7}
-
-
-def _legend(figure: Figure, axes: Axes, entries: Sequence[tuple[str, Look]], width: float) -> None:
-    """One line per name above the figure, side by side where they are short."""
-    longest = max(len(label) for label, _ in entries)
-    columns = max(1, min(len(entries), 4, int(width / (0.085 * longest + 0.6))))
-    handles = [Line2D([], [], **_stroke(look)) for _, look in entries]
-    names = ["\n".join(_wrap(label, int(11 * width))) for label, _ in entries]
-    figure.legend(handles, names, loc="outside upper left", ncols=columns, borderpad=0, columnspacing=1.5)
 
 
 def _sparse(axes: Axes, side: str, names: Sequence[str], inches: float, each: float) -> None:

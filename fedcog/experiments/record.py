@@ -91,7 +91,10 @@ class RunDirectory:
 
     def lines(self) -> list[dict[str, Any]]:
         """What happened, round by round; a line cut short by a kill does not count."""
-        return [json.loads(line) for line in self._whole_lines()]
+        try:
+            return [json.loads(line) for line in self._whole_lines()]
+        except ValueError as error:
+            raise RecordError(f"{self.path / 'rounds.jsonl'} is damaged: {error}.") from error
 
     def append(self, line: dict[str, Any]) -> None:
         """Add a round."""
@@ -158,7 +161,7 @@ class RunDirectory:
         try:
             with safe_open(self.path / name, "pt") as file:
                 about = json.loads((file.metadata() or {}).get("about", "{}"))
-                return {key: file.get_tensor(key) for key in file.keys()}, about  # noqa: SIM118 - no dict
+                return {key: file.get_tensor(key) for key in sorted(file.keys())}, about
         except (OSError, SafetensorError, ValueError) as error:
             raise RecordError(
                 f"cannot read {self.path / name}: {error}. The file is damaged; start again with another --out."

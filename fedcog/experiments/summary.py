@@ -1,5 +1,6 @@
 """What several runs say together: groups that differ in the seed alone, means and deviations."""
 
+import dataclasses
 import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -64,7 +65,9 @@ def rounds_to(run: Run, target: float) -> int | None:
 
 
 def _but_seed(run: Run) -> dict[str, Any]:
-    return {key: value for key, value in run.experiment.to_dict().items() if key != "seed"}
+    """The settings that matter to the results, but for the seed."""
+    free = {field.name for field in dataclasses.fields(run.experiment) if not field.metadata.get("identity", True)}
+    return {key: value for key, value in run.experiment.to_dict().items() if key not in free - {"rounds"} | {"seed"}}
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:

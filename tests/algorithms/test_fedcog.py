@@ -18,7 +18,6 @@ def extra(algorithm: FedCOG, rounds: int = 1) -> tuple[Small, Site, Batch]:
     small = Small(dataclasses.replace(algorithm, start_round=0), rounds=rounds)
     small.run()
     backend, shared = small.backend, small.algorithm.broadcast(small.server)
-    own = {name: value[0] for name, value in {}.items()}
     own = backend.store.take([0], small.algorithm, shared)
     member = Members(
         torch.tensor(0),
@@ -49,7 +48,7 @@ def test_after_a_round_the_previous_model_is_not_the_global_one_and_matters() ->
 
 
 def test_source_noise_skips_the_optimisation() -> None:
-    small, _, made = extra(dataclasses.replace(COG, source="noise"))
+    _, _, made = extra(dataclasses.replace(COG, source="noise"))
     number = torch.tensor([0])
     from fedcog import streams
 
@@ -116,9 +115,7 @@ def test_hard_supervision_is_cross_entropy_with_the_teachers_decision() -> None:
 def test_the_payload_is_fedavgs_byte_for_byte_in_shape_and_name() -> None:
     def payload(algorithm: Algorithm) -> dict[str, tuple[int, ...]]:
         small = Small(algorithm, rounds=1)
-        total, _ = small.backend.gather(
-            algorithm, algorithm.broadcast(small.server), [0, 1, 2], 0, 0.1, None
-        )
+        total, _ = small.backend.gather(algorithm, algorithm.broadcast(small.server), [0, 1, 2], 0, 0.1, None)
         from fedcog import tree
 
         return {name: tuple(value.shape) for name, value in tree.flatten(total).items()}

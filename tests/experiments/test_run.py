@@ -1,0 +1,180 @@
+"""The same from Python: your own data, your own network, and the trained model back."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import fedcog
+from fedcog import Experiment, FedCOG, FedProx, Run
+from fedcog.experiments.compare import compare
+from fedcog.experiments.record import RecordError, RunDirectory
+from fedcog.settings import ConfigError
+from tests.user_models import USER_MODELS
+
+TINY = Experiment(rounds=2, local_steps=3, batch_size=8, clients=4, partition="iid", threads=1, min_examples=2)
+
+
+def blobs(**keywords: Any) -> fedcog.Dataset:
+    """Three clouds of points in five dimensions: easy to tell apart."""
+    draw = np.random.default_rng(0)
+    y = np.arange(240) % 3
+    x = (draw.normal(size=(240, 5)) + 3 * np.eye(5)[y]).astype(np.float32)
+    return fedcog.from_arrays(x[:200], y[:200], x[200:], y[200:], **keywords)
+
+
+def test_your_own_arrays_learn(tmp_path: Path) -> None:
+    done = fedcog.run(dataclasses.replace(TINY, rounds=8, lr=0.05), tmp_path / "run", data=blobs(), report=False)
+    assert done.best > 0.9
+    assert done.experiment.dataset == "custom"
+    assert done == fedcog.read(tmp_path / "run")
+
+
+def test_any_torch_dataset(tmp_path: Path) -> None:
+    data = blobs()
+    train, test = TensorDataset(data.train_x, data.train_y), TensorDataset(data.test_x, data.test_y)
+    one = fedcog.run(TINY, tmp_path / "one", data=fedcog.from_torch(train, test), report=False)
+    other = fedcog.run(TINY, tmp_path / "other", data=data, report=False)
+    assert one.last == other.last
+
+
+def test_given_client_indices(tmp_path: Path) -> None:
+    indices = [torch.arange(0, 50), torch.arange(50, 60), torch.arange(60, 200)]
+    fedcog.run(TINY, tmp_path / "run", data=blobs(indices=indices), report=False)
+    counts = RunDirectory(tmp_path / "run").tensors("federation.safetensors")[0]["counts"]
+    assert counts.sum(1).tolist() == [50, 10, 140]
+
+
+def test_users_are_clients(tmp_path: Path) -> None:
+    users = [f"user {number % 6}" for number in range(200)]
+    natural = dataclasses.replace(TINY, partition="natural", clients=6)
+    fedcog.run(natural, tmp_path / "run", data=blobs(users=users), report=False)
+    counts = RunDirectory(tmp_path / "run").tensors("federation.safetensors")[0]["counts"]
+    assert sorted(counts.sum(1).tolist()) == [33, 33, 33, 33, 34, 34]
+
+
+def accuracy_elsewhere(model: nn.Module, data: fedcog.Dataset) -> float:
+    """As somebody without fedcog would measure it."""
+    x = data.test_x
+    if not x.is_floating_point():
+        x = (x / 255 - torch.tensor(data.mean)[:, None, None]) / torch.tensor(data.std)[:, None, None]
+    with torch.no_grad():
+        return float((model(x).argmax(1) == data.test_y).double().mean())
+
+
+def test_the_trained_model_comes_back(tmp_path: Path) -> None:
+    done = fedcog.run(TINY, tmp_path / "run", report=False)
+    from fedcog.data import sources
+
+    model = fedcog.load(tmp_path / "run")
+    assert not model.training
+    assert accuracy_elsewhere(model, sources.load("digits")) == pytest.approx(done.last, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", USER_MODELS)
+def test_your_own_network_trains_and_comes_back(name: str, tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 256, (100, 1, 8, 8), dtype=torch.uint8, generator=draw)
+    data = fedcog.from_arrays(x[:80], torch.arange(80) % 4, x[80:], torch.arange(20) % 4)
+    cog = FedCOG(FedProx(), count=8, steps=2, start_round=1)
+    done = fedcog.run(
+        dataclasses.replace(TINY, algorithm=cog, rounds=3),
+        tmp_path / "run",
+        data=data,
+        model=USER_MODELS[name](),
+        report=False,
+    )
+    with pytest.raises(RecordError, match="a network of your own"):
+        fedcog.load(tmp_path / "run")
+    with pytest.raises(RecordError, match="not the one"):
+        fedcog.load(tmp_path / "run", model=nn.Linear(64, 4))
+    model = fedcog.load(tmp_path / "run", model=USER_MODELS[name]())
+    assert accuracy_elsewhere(model, data) == pytest.approx(done.last, abs=1e-12)
+
+
+def test_a_network_that_does_not_fit_is_refused_before_round_1(tmp_path: Path) -> None:
+    with pytest.raises(fedcog.ModelError, match="does not take inputs"):
+        fedcog.run(TINY, tmp_path / "run", data=blobs(), model=nn.Linear(6, 3), report=False)
+    with pytest.raises(fedcog.ModelError, match="draws random numbers"):
+        fedcog.run(
+            TINY, tmp_path / "run", data=blobs(), model=nn.Sequential(nn.Linear(5, 3), nn.Dropout()), report=False
+        )
+
+
+def test_validation_is_scored_beside_the_test_set(tmp_path: Path) -> None:
+    done = fedcog.run(dataclasses.replace(TINY, validation=0.2), tmp_path / "run", report=False)
+    line = done.lines[-1]
+    held_out = round(line["validation_accuracy"] * 288, 6)  # 4 clients x 72 of 360 or 361 examples
+    assert held_out == int(held_out)
+
+
+def test_evaluation_is_as_often_as_asked(tmp_path: Path) -> None:
+    sparse = dataclasses.replace(TINY, rounds=5, evaluate_every=2, evaluate_local=False)
+    done = fedcog.run(sparse, tmp_path / "run", report=False)
+    assert [round for round, _ in done.accuracies] == [2, 4, 5]
+    assert "accuracy" not in done.lines[0]["local"][0]
+
+
+def test_the_seed_decides_everything_and_nothing_else_does(tmp_path: Path) -> None:
+    def lines(name: str, **changes: Any) -> list[Any]:
+        torch.manual_seed(len(name))
+        done = fedcog.run(dataclasses.replace(TINY, **changes), tmp_path / name, report=False)
+        return [{key: value for key, value in line.items() if key != "seconds"} for line in done.lines]
+
+    assert lines("one") == lines("another")
+    assert lines("one more", seed=1) != lines("yet another")
+
+
+def test_the_partition_may_have_a_seed_of_its_own(tmp_path: Path) -> None:
+    def counts(name: str, **changes: Any) -> torch.Tensor:
+        changes = {"partition": "dirichlet", "beta": 0.5} | changes
+        fedcog.run(dataclasses.replace(TINY, **changes), tmp_path / name, report=False)
+        return RunDirectory(tmp_path / name).tensors("federation.safetensors")[0]["counts"]
+
+    assert torch.equal(counts("a", seed=1, partition_seed=7), counts("b", seed=2, partition_seed=7))
+    assert not torch.equal(counts("c", seed=1), counts("d", seed=2))
+
+
+@pytest.mark.parametrize("mapping", ["loop", "vmap"])
+@pytest.mark.parametrize(
+    "change", [{"optimizer": "adam"}, {"local_epochs": 0.5}, {"grad_clip": 0.1}, {"lr_decay": 0.5}]
+)
+def test_every_way_of_training_runs(mapping: str, change: dict[str, Any], tmp_path: Path) -> None:
+    done = fedcog.run(dataclasses.replace(TINY, mapping=mapping, **change), tmp_path / "run", report=False)
+    assert done.lines[-1]["loss"] > 0
+
+
+def test_augmenting_what_is_no_image_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="only images"):
+        fedcog.run(dataclasses.replace(TINY, augment="on"), tmp_path / "run", data=blobs(), report=False)
+
+
+def test_a_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="device 'cuda:99' cannot be used here"):
+        fedcog.run(dataclasses.replace(TINY, device="cuda:99"), tmp_path / "run", report=False)
+
+
+def test_compare_runs_all_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    experiments = [TINY, dataclasses.replace(TINY, algorithm=FedProx())]
+    seen: list[Run] = compare(experiments, [0, 1], tmp_path / "all")
+    assert [run.path.relative_to(tmp_path / "all").as_posix() for run in seen] == [
+        "fedavg/seed-0",
+        "fedavg/seed-1",
+        "fedprox/seed-0",
+        "fedprox/seed-1",
+    ]
+    lines: list[Any] = []
+    again = compare(experiments, [0, 1, 2], tmp_path / "all", watch=lines.append)
+    assert len(again) == 6 and len(lines) == 4  # two rounds of the new seed for each algorithm
+    assert (tmp_path / "all" / "report.html").exists()
+
+
+def test_a_diverging_run_is_recorded_as_it_is(tmp_path: Path) -> None:
+    done = fedcog.run(dataclasses.replace(TINY, lr=1e6, rounds=3), tmp_path / "run", report=False)
+    assert done.lines[-1]["loss"] is None
+    assert 0 <= done.last <= 0.3

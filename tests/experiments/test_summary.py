@@ -1,0 +1,41 @@
+import dataclasses
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedcog import Experiment, FedCOG, FedProx, Run
+from fedcog.experiments.summary import group, rounds_to, spread
+
+
+def run(accuracies: list[float], **changes: Any) -> Run:
+    lines = [{"round": number + 1, "accuracy": accuracy} for number, accuracy in enumerate(accuracies)]
+    return Run(Path("x"), dataclasses.replace(Experiment(), **changes), lines)
+
+
+def test_last_and_best_over_seeds() -> None:
+    (found,) = group([run([0.1, 0.5, 0.4], seed=0), run([0.2, 0.3, 0.6], seed=1)])
+    assert found.label == "fedavg"
+    assert found.last.mean == pytest.approx(0.5) and found.last.deviation == pytest.approx(statistics.stdev([0.4, 0.6]))
+    assert found.best.mean == pytest.approx(0.55)
+    assert found.last.percent() == "50.00 ± 14.14"
+    assert spread([0.5]).percent() == "50.00"
+
+
+def test_groups_are_told_apart_by_name_and_else_by_what_differs() -> None:
+    algorithms = {"algorithm": FedProx()}, {"algorithm": FedCOG(FedProx())}, {}
+    assert [found.label for found in group([run([0.1], **one) for one in algorithms])] == [
+        "fedprox",
+        "fedprox+fedcog",
+        "fedavg",
+    ]
+    labels = [found.label for found in group([run([0.1], lr=lr) for lr in (0.1, 0.2)])]
+    assert labels == ["fedavg (lr 0.1)", "fedavg (lr 0.2)"]
+    labels = [found.label for found in group([run([0.1], algorithm=FedProx(mu=mu)) for mu in (0.1, 0.2)])]
+    assert labels == ["fedprox (fedprox.mu 0.1)", "fedprox (fedprox.mu 0.2)"]
+
+
+def test_rounds_to_a_target() -> None:
+    assert rounds_to(run([0.1, 0.5, 0.4, 0.6]), 0.5) == 2
+    assert rounds_to(run([0.1]), 0.5) is None

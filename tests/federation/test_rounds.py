@@ -1,0 +1,99 @@
+import pytest
+import torch
+
+from fedcog.algorithms import FedAvg
+from fedcog.federation import evaluate
+from fedcog.federation.rounds import Schedule
+from tests.small import Small, worst
+
+
+def schedule(**changes: object) -> Schedule:
+    settings = {"rounds": 10, "clients": 20, "participation": 0.3, "seed": 0, "lr": 0.1, "lr_decay": 1.0}
+    return Schedule(**settings | {"evaluate_every": 4, "evaluate_local": True} | changes)  # type: ignore[arg-type]
+
+
+def test_sampling_is_a_function_of_seed_and_round() -> None:
+    one = [schedule().chosen(round) for round in range(50)]
+    assert one == [schedule().chosen(round) for round in range(50)]
+    assert one != [schedule(seed=1).chosen(round) for round in range(50)]
+    assert all(len(set(chosen)) == 6 and chosen == sorted(chosen) for chosen in one)
+    assert {client for chosen in one for client in chosen} == set(range(20))
+
+
+@pytest.mark.parametrize(("clients", "share", "expected"), [(10, 1.0, 10), (10, 0.25, 3), (10, 0.01, 1), (3, 0.5, 2)])
+def test_how_many_take_part(clients: int, share: float, expected: int) -> None:
+    assert len(schedule(clients=clients, participation=share).chosen(0)) == expected
+
+
+def test_the_last_round_is_always_evaluated() -> None:
+    assert [round + 1 for round in range(10) if schedule().evaluates(round)] == [4, 8, 10]
+
+
+def test_the_learning_rate_decays_from_round_to_round() -> None:
+    rates = []
+    small = Small(FedAvg(), rounds=3)
+    small.schedule = Schedule(3, 3, 1.0, 3, 0.4, 0.5, 1, False)
+    gather = small.backend.gather
+    small.backend.gather = lambda a, s, c, r, lr, b: (rates.append(lr), gather(a, s, c, r, lr, b))[1]  # type: ignore[method-assign, assignment, func-returns-value]
+    small.run()
+    assert rates == pytest.approx([0.4, 0.2, 0.1])
+
+
+def test_accuracies_by_pencil() -> None:
+    hits, totals = torch.tensor([4, 0, 3]), torch.tensor([5, 5, 10])
+    assert evaluate.accuracy(hits, totals) == 7 / 20
+    assert evaluate.own_accuracy(hits, totals, torch.tensor([1, 0, 1])) == pytest.approx(3.5 / 7.5)
+    assert evaluate.own_accuracy(hits, totals, torch.tensor([0, 8, 0])) == 0
+
+
+def test_the_line_of_a_round() -> None:
+    small = Small(FedAvg(), rounds=2)
+    first, second = (done.line for done in small.run())
+    assert (first["round"], second["round"]) == (1, 2)
+    assert first["clients"] == [0, 1, 2]
+    local = second["local"][1]
+    assert local.keys() == {"client", "loss", "distance", "accuracy", "own_accuracy", "own_accuracy_before"}
+    assert second["seconds"].keys() == {"generation", "training", "evaluation", "total"}
+    counts, before = small.backend.counts[1], None
+    fresh = Small(FedAvg(), rounds=1)
+    before = fresh.hits(fresh.run()[-1].server)
+    assert local["own_accuracy_before"] == evaluate.own_accuracy(before, small.backend.totals, counts)
+    weights = small.backend.weights
+    mean = sum(float(weights[one["client"]]) * one["loss"] for one in second["local"]) / float(weights.sum())
+    assert second["loss"] == pytest.approx(mean, rel=1e-6)
+
+
+def test_the_accuracy_is_that_of_a_plain_loop() -> None:
+    small = Small(FedAvg(), rounds=1)
+    server = small.run()[-1].server
+    right = 0
+    for x, y in zip(small.dataset.test_x, small.dataset.test_y, strict=True):
+        inputs = (x.double() / 255 - small.data._mean) / small.data._std
+        right += int(small.model.predict(server["params"], inputs[None]).argmax()) == int(y)
+    assert small.hits(server).sum() == right
+
+
+def test_weights_are_capped() -> None:
+    small = Small(FedAvg())
+    from fedcog.federation.simulation import Simulation
+
+    capped = Simulation(small.backend.cohort, local_steps=1, local_epochs=0, weight_cap=20)
+    assert capped.weights.tolist() == [1.0, 1.0, 0.5]
+    assert small.backend.weights.tolist() == pytest.approx([1.0, 0.6, 0.2])
+
+
+def test_who_takes_part_changes_only_who_is_summed() -> None:
+    """A round of clients 0 and 2 is the weighted mean of their two separate rounds."""
+    small = Small(FedAvg())
+    shared = small.algorithm.broadcast(small.server)
+    both = small.algorithm.server_update(
+        small.server, small.backend.gather(small.algorithm, shared, [0, 2], 0, 0.05, None)[0]
+    )
+    singles = [
+        small.algorithm.server_update(
+            small.server, small.backend.gather(small.algorithm, shared, [client], 0, 0.05, None)[0]
+        )["params"]
+        for client in (0, 2)
+    ]
+    mean = {name: (50 * singles[0][name] + 10 * singles[1][name]) / 60 for name in singles[0]}
+    assert worst(both["params"], mean) < 1e-12

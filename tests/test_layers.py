@@ -1,0 +1,108 @@
+"""Imports point one way: each room may know only the rooms below it."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "fedcog"
+
+# A room, from the bottom up; a module may import its own room and those before it. `data` stands aside of the models.
+ROOMS = [
+    {"fedcog.tree", "fedcog.streams", "fedcog.settings"},
+    {"fedcog.data"},
+    {"fedcog.task"},
+    {"fedcog.models"},
+    {"fedcog.generation"},
+    {"fedcog.algorithms"},
+    {"fedcog.federation"},
+    {"fedcog.experiments"},
+    {"fedcog.console"},
+    {"fedcog.cli"},
+    {"fedcog.__main__", "fedcog.__init__"},
+]
+MODULES = sorted(ROOT.rglob("*.py"))
+
+
+def room(name: str) -> int:
+    for level, names in enumerate(ROOMS):
+        if any(name == one or name.startswith(one + ".") for one in names):
+            return level
+    raise AssertionError(f"{name} is in no room: put it into ROOMS")
+
+
+def name_of(path: Path) -> str:
+    return ".".join(("fedcog", *path.relative_to(ROOT).with_suffix("").parts))
+
+
+def imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module or ""}
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=[name_of(path) for path in MODULES])
+def test_imports_point_down(path: Path) -> None:
+    name = name_of(path)
+    for other in imports(path):
+        if other == "fedcog" or not other.startswith("fedcog."):
+            continue
+        if other == "fedcog.__version__" or (other.count(".") == 1 and not _is_module(other)):
+            continue
+        assert room(other) <= room(name), f"{name} imports {other}"
+
+
+def _is_module(name: str) -> bool:
+    part = ROOT / name.split(".")[1]
+    return part.is_dir() or part.with_suffix(".py").exists()
+
+
+def test_the_data_room_knows_only_torch_numpy_and_streams() -> None:
+    for path in (ROOT / "data").glob("*.py"):
+        inside = {one for one in imports(path) if one.startswith("fedcog.") and not one.startswith("fedcog.data")}
+        assert inside <= {"fedcog.streams"}, path
+        outside = {one.split(".")[0] for one in imports(path)} - {"fedcog", "__future__"} - sys.stdlib_module_names
+        assert outside <= {"torch", "numpy", "sklearn", "PIL"}, path
+
+
+@pytest.mark.parametrize(
+    ("library", "rooms"),
+    [
+        ("matplotlib", {"fedcog.experiments.report", "fedcog.experiments.figures"}),
+        ("rich", {"fedcog.console"}),
+        ("argparse", {"fedcog.cli"}),
+        ("safetensors", {"fedcog.experiments.record"}),
+        ("flwr", set()),
+        ("pickle", set()),
+    ],
+)
+def test_each_library_has_its_room(library: str, rooms: set[str]) -> None:
+    users = {name_of(path) for path in MODULES if any(one.split(".")[0] == library for one in imports(path))}
+    assert users <= rooms
+
+
+def test_only_the_command_line_prints() -> None:
+    for path in MODULES:
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        prints = [node for node in calls if isinstance(node.func, ast.Name) and node.func.id == "print"]
+        assert not prints or name_of(path) in {"fedcog.cli", "fedcog.console"}, path
+
+
+def test_no_algorithm_knows_an_optimiser_a_client_axis_or_a_loss_of_its_own() -> None:
+    for path in (ROOT / "algorithms").glob("*.py"):
+        text = path.read_text()
+        for word in ("optimiser", "optimizer", "cross_entropy", "torch.rand", "manual_seed", "clients:", "isinstance"):
+            assert word not in text, f"{path}: {word}"
+
+
+def test_importing_fedcog_loads_neither_matplotlib_nor_scikit_learn() -> None:
+    check = "import sys, fedcog; print([m for m in ('matplotlib', 'sklearn', 'rich', 'PIL') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"

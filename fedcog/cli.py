@@ -277,7 +277,7 @@ class _Help(argparse.HelpFormatter):
 
 class _Parser(argparse.ArgumentParser):
     def __init__(self, **keywords: Any) -> None:
-        super().__init__(**{"formatter_class": _Help, "allow_abbrev": False} | keywords)
+        super().__init__(formatter_class=_Help, allow_abbrev=False, **keywords)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError([f"{message}. See {self.prog} --help."])

@@ -17,7 +17,7 @@ from fedcog.cli import main
 from fedcog.experiments.config import Experiment
 from fedcog.experiments.record import RunDirectory
 
-FAST = "--rounds 2 --local-steps 2 --batch-size 8 --clients 4 --partition iid --threads 1".split()
+FAST = [*"--rounds 2 --local-steps 2 --batch-size 8 --clients 4 --partition iid --threads 1".split()]  # noqa: SIM905
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +30,9 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_whole_command_of_a_researcher_is_understood(capsys: pytest.CaptureFixture[str]) -> None:
     """Every flag of the documented command; only the data are not there, and the message says how to get them."""
     words = (
-        "run --dataset cifar10 --model cnn --partition dirichlet --beta 0.1 --clients 10 --participation 1.0 --rounds 70 "
-        "--local-steps 400 --batch-size 64 --lr 0.01 --algorithm fedprox --fedcog --start-round 50 --seed 0 --device auto "
-        "--data-dir data --out runs/x --fedprox.mu 0.01 --fedcog.lambda-dis 0.1"
+        "run --dataset cifar10 --model cnn --partition dirichlet --beta 0.1 --clients 10 --participation 1.0 "
+        "--rounds 70 --local-steps 400 --batch-size 64 --lr 0.01 --algorithm fedprox --fedcog --start-round 50 "
+        "--seed 0 --device auto --data-dir data --out runs/x --fedprox.mu 0.01 --fedcog.lambda-dis 0.1"
     )
     assert main(words.split()) == 2
     said = capsys.readouterr().err

@@ -9,8 +9,11 @@ except PackageNotFoundError:  # run from a checkout that was never installed
 
 from fedcog.algorithms import ALGORITHMS, Algorithm, FedAvg, FedCOG, FedProx, Wrapper
 from fedcog.data import DataError, Dataset, from_arrays, from_torch
+from fedcog.experiments.compare import compare
 from fedcog.experiments.config import Experiment, make_algorithm
+from fedcog.experiments.record import RecordError
 from fedcog.experiments.run import Run, load, read, run
+from fedcog.experiments.summary import Group, group
 from fedcog.models import Model, ModelError
 from fedcog.settings import ConfigError
 
@@ -24,13 +27,17 @@ __all__ = [
     "FedAvg",
     "FedCOG",
     "FedProx",
+    "Group",
     "Model",
     "ModelError",
+    "RecordError",
     "Run",
     "Wrapper",
     "__version__",
+    "compare",
     "from_arrays",
     "from_torch",
+    "group",
     "load",
     "make_algorithm",
     "read",

@@ -135,7 +135,7 @@ def experiment(what: Experiment, out: Any, style: Style) -> None:
         return
     local = f"{what.local_epochs:g} epochs" if what.local_epochs else f"{what.local_steps} steps"
     say(
-        f"{name_of(what.algorithm)} on {what.dataset}: {what.clients} clients ({_partition_words(what)}), "
+        f"{name_of(what.algorithm)} on {what.dataset}: {what.clients} clients ({what.partition_rule}), "
         f"{what.rounds} rounds of {local}, batch {what.batch_size}, {what.optimizer} lr {what.lr:g}, seed {what.seed}",
         style,
     )
@@ -154,14 +154,6 @@ def comparison(experiments: Sequence[Experiment], seeds: Sequence[int], out: Any
     say(f"comparing {names} over seeds {', '.join(str(seed) for seed in seeds)}", style)
     for one in experiments:
         experiment(one, f"{out}/{name_of(one.algorithm)}/seed-N", style)
-
-
-def _partition_words(what: Experiment) -> str:
-    return {
-        "dirichlet": f"dirichlet, beta {what.beta:g}",
-        "quantity": f"quantity, beta {what.beta:g}",
-        "label-skew": f"label-skew, {what.classes_per_client} classes each",
-    }.get(what.partition, what.partition)
 
 
 def _warnings(what: Experiment) -> list[str]:

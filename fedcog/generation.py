@@ -14,13 +14,15 @@ Gradient = Callable[[Callable[[Params, Params], Tensor], Params, Params], tuple[
 
 
 class Recipe(NamedTuple):
-    """How inputs are optimised: Adam's settings, and the weight of the disagreement."""
+    """How inputs are optimised, and which of them are shown after which steps."""
 
     steps: int
     lr: float
     betas: tuple[float, float]
-    disagreement: float
-    batch: int  # how many inputs are optimised at a time; 0: all
+    disagreement: float  # lambda_dis
+    batch: int = 0  # how many inputs are optimised at a time; 0: all
+    marks: tuple[int, ...] = ()
+    shown: tuple[int, ...] = ()
 
 
 def generate(
@@ -32,19 +34,21 @@ def generate(
     noise: Tensor,
     recipe: Recipe,
     gradient: Gradient,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Inputs made of `noise` that `teacher` gives `labels` to and on which `student` disagrees with it (eq. 1).
 
     Only the inputs learn. The loss is divided by their whole number, never by the batch, so that the batch decides
-    about memory alone.
+    about memory alone. Beside them, [marks, shown, ...]: the shown inputs as they were after the marked steps.
     """
     loss = objective(task, model, teacher, student, recipe.disagreement, len(noise))
     batch = recipe.batch or len(noise)
-    parts = [
-        trail(loss, x, y, recipe, gradient, [recipe.steps])[0]
-        for x, y in zip(torch.split(noise, batch), torch.split(labels, batch), strict=True)
-    ]
-    return torch.cat(parts)
+    made, trails = [], []
+    for start in range(0, len(noise), batch):
+        shown = [place - start for place in recipe.shown if start <= place < start + batch]
+        x, trail = descend(loss, noise[start : start + batch], labels[start : start + batch], recipe, gradient, shown)
+        made.append(x)
+        trails.append(trail)
+    return torch.cat(made), torch.cat(trails, dim=1)
 
 
 def objective(
@@ -62,24 +66,25 @@ def objective(
     return loss
 
 
-def trail(
+def descend(
     loss: Callable[[Params, Params], Tensor],
     x: Tensor,
     labels: Tensor,
     recipe: Recipe,
     gradient: Gradient,
-    marks: Sequence[int],
-) -> list[Tensor]:
-    """The inputs as they are after each of the `marks` steps of Adam (Kingma & Ba, ICLR 2015)."""
+    shown: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """The inputs after all steps of Adam (Kingma & Ba, ICLR 2015), and those shown after the marked ones."""
     (first, second), epsilon = recipe.betas, 1e-8
     mean, square = torch.zeros_like(x), torch.zeros_like(x)
-    seen = {0: x}
-    for step in range(1, recipe.steps + 1):
-        slope = gradient(loss, {"x": x}, {"y": labels})[0]["x"]
-        mean = first * mean + (1 - first) * slope
-        square = second * square + (1 - second) * slope * slope
-        size = (square / (1 - second**step)).sqrt() + epsilon
-        x = x - recipe.lr / (1 - first**step) * mean / size
-        if step in marks:
-            seen[step] = x
-    return [seen[mark] for mark in marks]
+    trail = []
+    for step in range(recipe.steps + 1):
+        if step:
+            slope = gradient(loss, {"x": x}, {"y": labels})[0]["x"]
+            mean = first * mean + (1 - first) * slope
+            square = second * square + (1 - second) * slope * slope
+            size = (square / (1 - second**step)).sqrt() + epsilon
+            x = x - recipe.lr / (1 - first**step) * mean / size
+        if step in recipe.marks:
+            trail.append(x[list(shown)])
+    return x, torch.stack(trail) if trail else x[:0][None]

@@ -66,7 +66,7 @@ def test_the_inputs_take_the_steps_of_torchs_adam() -> None:
     model, teacher, student = pair()
     labels = torch.tensor([0, 1, 2, 3, 0])
     recipe = Recipe(steps=20, lr=0.05, betas=(0.5, 0.9), disagreement=0.1, batch=0)
-    made = generation.generate(task, model, teacher, student, labels, noise(5), recipe, _autograd)
+    made, _ = generation.generate(task, model, teacher, student, labels, noise(5), recipe, _autograd)
     x = noise(5).requires_grad_()
     adam = torch.optim.Adam([x], lr=0.05, betas=(0.5, 0.9))
     loss = generation.objective(task, model, teacher, student, 0.1, 5)
@@ -83,8 +83,10 @@ def test_the_batch_decides_about_memory_alone(batch: int) -> None:
     model, teacher, student = pair()
     labels = torch.arange(7) % 4
     whole = Recipe(steps=30, lr=0.05, betas=(0.5, 0.9), disagreement=0.1, batch=0)
-    one = generation.generate(task, model, teacher, student, labels, noise(7), whole, _autograd)
-    other = generation.generate(task, model, teacher, student, labels, noise(7), whole._replace(batch=batch), _autograd)
+    one, _ = generation.generate(task, model, teacher, student, labels, noise(7), whole, _autograd)
+    other, _ = generation.generate(
+        task, model, teacher, student, labels, noise(7), whole._replace(batch=batch), _autograd
+    )
     assert float((one - other).abs().max()) < 1e-12
 
 
@@ -94,7 +96,7 @@ def test_disagreement_makes_the_student_disagree() -> None:
     recipe = Recipe(steps=100, lr=0.05, betas=(0.5, 0.9), disagreement=0.0, batch=0)
     js = {}
     for weight in (0.0, 2.0):
-        made = generation.generate(
+        made, _ = generation.generate(
             task, model, teacher, student, labels, noise(16), recipe._replace(disagreement=weight), _autograd
         )
         js[weight] = task.divergence(model.predict(teacher, made), model.predict(student, made)).mean().item()
@@ -110,13 +112,16 @@ def test_generation_leaves_running_statistics_alone() -> None:
     assert all(torch.equal(before[name], weights[name]) for name in weights)
 
 
-def test_the_trail_passes_its_marks() -> None:
+@pytest.mark.parametrize("batch", [0, 2, 3])
+def test_what_is_shown_is_what_was_made(batch: int) -> None:
     model, teacher, student = pair()
-    recipe = Recipe(steps=4, lr=0.05, betas=(0.5, 0.9), disagreement=0.1, batch=0)
-    loss = generation.objective(task, model, teacher, student, 0.1, 4)
-    labels = torch.arange(4)
-    start, middle, end = generation.trail(loss, noise(4), labels, recipe, _autograd, [0, 2, 4])
-    assert torch.equal(start, noise(4))
-    short = generation.trail(loss, noise(4), labels, recipe._replace(steps=2), _autograd, [2])[0]
-    assert torch.equal(middle, short)
-    assert torch.equal(end, generation.generate(task, model, teacher, student, labels, noise(4), recipe, _autograd))
+    recipe = Recipe(steps=4, lr=0.05, betas=(0.5, 0.9), disagreement=0.1, batch=batch, marks=(0, 2, 4), shown=(0, 3, 6))
+    labels = torch.arange(7) % 4
+    made, trail = generation.generate(task, model, teacher, student, labels, noise(7), recipe, _autograd)
+    assert trail.shape == (3, 3, 6)
+    assert torch.equal(trail[0], noise(7)[[0, 3, 6]])
+    assert torch.equal(trail[2], made[[0, 3, 6]])
+    halfway, _ = generation.generate(
+        task, model, teacher, student, labels, noise(7), recipe._replace(steps=2, marks=()), _autograd
+    )
+    assert torch.equal(trail[1], halfway[[0, 3, 6]])

@@ -1,6 +1,6 @@
 """The algorithms, by name."""
 
-from fedcog.algorithms.base import Algorithm, Batch, Draw, Effort, Loss, Site, Wrapper
+from fedcog.algorithms.base import Algorithm, Batch, Draw, Effort, Extra, Loss, Site, Wrapper
 from fedcog.algorithms.fedcog import FedCOG
 from fedcog.algorithms.fedprox import FedProx
 
@@ -19,6 +19,7 @@ __all__ = [
     "Batch",
     "Draw",
     "Effort",
+    "Extra",
     "FedAvg",
     "FedCOG",
     "FedProx",

@@ -24,6 +24,13 @@ class Draw(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Extra(NamedTuple):
+    """What a client has beside its real examples: more examples by group, and what a report should show of them."""
+
+    groups: dict[str, Batch]
+    exhibit: Params
+
+
 class Effort(NamedTuple):
     """How much a client trained: steps, learning rate, and the sum of effective step sizes, momentum included."""
 
@@ -104,13 +111,9 @@ class Algorithm:
         params: Params = site.shared["params"]
         return params
 
-    def extra_data(self, site: Site, draws: Params) -> dict[str, Batch]:
+    def extra_data(self, site: Site, draws: Params) -> Extra:
         """More examples by group; each step is served a batch of every group beside its real one."""
-        return {}
-
-    def exhibit(self, site: Site, draws: Params) -> Params:
-        """What a report should show of this client's round."""
-        return {}
+        return Extra({}, {})
 
     def outputs(self, params: Params, batch: Batch, site: Site) -> State:
         """The forward passes of a step, shared by the terms of its loss."""
@@ -182,13 +185,9 @@ class Wrapper(Algorithm):
         """Inner's."""
         return self.inner.client_start(site)
 
-    def extra_data(self, site: Site, draws: Params) -> dict[str, Batch]:
+    def extra_data(self, site: Site, draws: Params) -> Extra:
         """Inner's."""
         return self.inner.extra_data(site, draws)
-
-    def exhibit(self, site: Site, draws: Params) -> Params:
-        """Inner's."""
-        return self.inner.exhibit(site, draws)
 
     def outputs(self, params: Params, batch: Batch, site: Site) -> State:
         """Inner's."""

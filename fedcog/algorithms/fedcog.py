@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedcog import generation
-from fedcog.algorithms.base import Batch, Draw, Effort, Site, Wrapper
+from fedcog.algorithms.base import Batch, Draw, Effort, Extra, Site, Wrapper
 from fedcog.models import Model
 from fedcog.settings import setting
 from fedcog.task import Labels
@@ -47,30 +47,29 @@ class FedCOG(Wrapper):
         """A client that never took part has the global model for its previous one."""
         return self.inner.client_init(shared) | {"previous": shared["params"] | shared["buffers"]}
 
-    def extra_data(self, site: Site, draws: Params) -> dict[str, Batch]:
-        """Generated inputs with their labels and the teacher's outputs on them."""
+    def extra_data(self, site: Site, draws: Params) -> Extra:
+        """Generated inputs with their labels and the teacher's outputs; eight of them are shown on their way."""
         extra = self.inner.extra_data(site, draws)
         if "noise" not in draws:
             return extra
-        teacher, labels = self._teacher(site), site.task.targets(site.counts, self.count, self.labels)
-        x = generation.generate(
-            site.task, site.model, teacher, site.own["previous"], labels, draws["noise"], self._recipe(), site.gradient
+        teacher: Params = self.inner.client_start(site) | site.shared["buffers"]
+        labels = site.task.targets(site.counts, self.count, self.labels)
+        steps = 0 if self.source == "noise" else self.steps
+        recipe = generation.Recipe(
+            steps=steps,
+            lr=self.lr,
+            betas=(self.beta1, self.beta2),
+            disagreement=self.lambda_dis if self.source == "global+local" else 0.0,
+            batch=self.generation_batch,
+            marks=tuple(sorted({steps * quarter // 4 for quarter in range(5)})),
+            shown=tuple(sorted({(self.count - 1) * eighth // 7 for eighth in range(8)})),
         )
-        return extra | {"made": {"x": x, "y": labels, "logits": site.model.predict(teacher, x)}}
-
-    def exhibit(self, site: Site, draws: Params) -> Params:
-        """Eight of the inputs on their way from noise, evenly spread over the labels asked for."""
-        shown = self.inner.exhibit(site, draws)
-        if "noise" not in draws:
-            return shown
-        recipe = self._recipe()
-        some = torch.linspace(0, self.count - 1, min(8, self.count), device=site.counts.device).round().long()
-        labels = site.task.targets(site.counts, self.count, self.labels)[some]
-        marks = sorted({recipe.steps * quarter // 4 for quarter in range(5)})
-        teacher, previous = self._teacher(site), site.own["previous"]
-        loss = generation.objective(site.task, site.model, teacher, previous, recipe.disagreement, self.count)
-        trail = generation.trail(loss, draws["noise"][some], labels, recipe, site.gradient, marks)
-        return shown | {"images": torch.stack(trail), "labels": labels, "steps": torch.tensor(marks)}
+        x, trail = generation.generate(
+            site.task, site.model, teacher, site.own["previous"], labels, draws["noise"], recipe, site.gradient
+        )
+        made = {"x": x, "y": labels, "logits": site.model.predict(teacher, x)}
+        exhibit = {"images": trail, "labels": labels[list(recipe.shown)], "steps": torch.tensor(recipe.marks)}
+        return Extra(extra.groups | {"made": made}, extra.exhibit | exhibit)
 
     def outputs(self, params: Params, batch: Batch, site: Site) -> State:
         """Inner's, and those on the generated inputs, which leave running statistics alone."""
@@ -96,15 +95,6 @@ class FedCOG(Wrapper):
         """Inner's; the local model is kept as the next round's previous one, and nothing more is sent."""
         own, payload = self.inner.client_update(params, site, effort)
         return own | {"previous": params | site.buffers}, payload
-
-    def _teacher(self, site: Site) -> Params:
-        weights: Params = self.inner.client_start(site) | site.shared["buffers"]
-        return weights
-
-    def _recipe(self) -> generation.Recipe:
-        steps = 0 if self.source == "noise" else self.steps
-        disagreement = self.lambda_dis if self.source == "global+local" else 0.0
-        return generation.Recipe(steps, self.lr, (self.beta1, self.beta2), disagreement, self.generation_batch)
 
     def _shares(self, site: Site) -> tuple[Tensor | float, Tensor | float]:
         if self.weighting == "fixed":

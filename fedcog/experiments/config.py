@@ -96,6 +96,14 @@ class Experiment:
         return "\n".join(lines) + "\n"
 
     @property
+    def partition_rule(self) -> str:
+        """How examples are shared out, in words."""
+        beta = f"{self.partition}, beta {self.beta:g}"
+        words = {"dirichlet": beta, "quantity": beta}
+        words["label-skew"] = f"label-skew, {self.classes_per_client} classes each"
+        return words.get(self.partition, self.partition)
+
+    @property
     def identity(self) -> str:
         """A digest of what decides the results; runs of equal identity may continue each other."""
         free = {field.name for field in dataclasses.fields(self) if not field.metadata.get("identity", True)}

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 
 from fedcog import streams, tree
-from fedcog.algorithms import Algorithm, Batch, Effort, Loss, Site
+from fedcog.algorithms import Algorithm, Batch, Effort, Extra, Loss, Site
 from fedcog.data.federated import FederatedData, Plan
 from fedcog.federation import evaluate
 from fedcog.federation.evaluate import Each
@@ -30,6 +30,10 @@ class Members(NamedTuple):
     counts: Tensor
     steps: Tensor
 
+    def one(self, row: int) -> "Members":
+        """One of them alone, with no client axis."""
+        return Members(self.number[row], tree.pick(self.own, row), self.weight[row], self.counts[row], self.steps[row])
+
 
 class Outcome(NamedTuple):
     """What a cohort's round comes to."""
@@ -39,6 +43,7 @@ class Outcome(NamedTuple):
     loss: Tensor  # [clients], mean over the client's steps
     distance: Tensor  # [clients], of the local model from the one it was sent
     hits: Tensor | None  # [clients, classes], the local models' right answers on the test set
+    exhibit: Params  # what a report should show of the first client
     seconds: dict[str, float]
 
 
@@ -66,7 +71,7 @@ class Cohort:
         """One round of all members; with `score`, their local models are also tried on the test set."""
         if self.mapping == "vmap":
             return self._train(vmap, _functional, algorithm, shared, members, round, lr, score)
-        ones = [Members(*(tree.pick({"": part}, k)[""] for part in members)) for k in range(len(members.number))]
+        ones = [members.one(row) for row in range(len(members.number))]
         done = [self._train(_alone, _autograd, algorithm, shared, one, round, lr, score) for one in ones]
         total = done[0].total
         for outcome in done[1:]:
@@ -77,14 +82,9 @@ class Cohort:
             loss=torch.stack([outcome.loss for outcome in done]),
             distance=torch.stack([outcome.distance for outcome in done]),
             hits=torch.stack([outcome.hits for outcome in done if outcome.hits is not None]) if score else None,
+            exhibit=done[0].exhibit,
             seconds={part: sum(outcome.seconds[part] for outcome in done) for part in done[0].seconds},
         )
-
-    @torch.no_grad()
-    def exhibit(self, algorithm: Algorithm, shared: State, member: Members, round: int, lr: float) -> Params:
-        """What a report should show of one client's round."""
-        site = self._sites(_autograd, shared, lr)(member, shared["buffers"], torch.zeros_like(member.steps))
-        return algorithm.exhibit(site, self._draws(algorithm, member, round))
 
     def _train(
         self,
@@ -102,13 +102,13 @@ class Cohort:
         still, longest = shared["buffers"], int(members.steps.max())
         ticks = torch.arange(longest + 1, device=self.data.device)
         draws = self._draws(algorithm, members, round)
-        extra = each(lambda m, d: algorithm.extra_data(site(m, still, ticks[0]), d))(members, draws)
+        extra: Extra = each(lambda m, d: algorithm.extra_data(site(m, still, ticks[0]), d))(members, draws)
         clock.lap("generation")
 
         stacked = members.number.dim() == 1
         uneven = bool((members.steps != longest).any())
         plan = self._plan(members, round, longest)
-        served = {group: self._windows(group, part, members, round, longest) for group, part in extra.items()}
+        served = {group: self._windows(group, part, members, round, longest) for group, part in extra.groups.items()}
         params: Params = each(lambda m: algorithm.client_start(site(m, still, ticks[0])))(members)
         buffers = tree.expand(still, len(members.number)) if stacked else tree.apply(torch.clone, still)
         motion = self.optimiser.start(params)
@@ -125,7 +125,7 @@ class Cohort:
         for step in range(longest):
             batch: Batch = self.data.examples(plan.picks[step], None if plan.moves is None else plan.moves[step])
             for group, index in served.items():
-                batch[group] = each(tree.pick)(extra[group], index[step])
+                batch[group] = each(tree.pick)(extra.groups[group], index[step])
             statistics = tree.apply(torch.clone, buffers) if uneven else buffers
             grads, value = each(slope)(params, buffers, batch, members)
             after, next_motion = self.optimiser.step(params, grads, motion, lr)
@@ -151,7 +151,8 @@ class Cohort:
             data = self.data
             hits = evaluate.hits(self.model, self.task, data, local, data.test_x, data.test_y, each)
         clock.lap("evaluation")
-        return Outcome(kept, total, loss / members.steps, distance, hits, clock.seconds)
+        exhibit = tree.pick(extra.exhibit, 0) if stacked else extra.exhibit
+        return Outcome(kept, total, loss / members.steps, distance, hits, exhibit, clock.seconds)
 
     def _sites(
         self, gradient: Callable[[Loss, Params, Batch], tuple[Params, Tensor]], shared: State, lr: float
@@ -179,7 +180,7 @@ class Cohort:
         """The random tensors the algorithm asks for, one a member."""
         number, seed = members.number, self.data.seed
         drawn = {
-            name: streams.normal(seed, name, round, number.reshape(-1), draw.shape).to(self.data.dtype)
+            name: streams.normal(seed, f"draw/{name}", round, number.reshape(-1), draw.shape).to(self.data.dtype)
             for name, draw in algorithm.draws(round, self.model).items()
         }
         return drawn if number.dim() else {name: value[0] for name, value in drawn.items()}
@@ -187,17 +188,16 @@ class Cohort:
     def _plan(self, members: Members, round: int, steps: int) -> Plan:
         """The members' batches, step by step: the step axis leads."""
         plan = self.data.plan(round, members.number.reshape(-1), steps, self.batch_size)
-        by_step = [None if part is None else part.transpose(0, 1) for part in plan]
-        return Plan(*(part if part is None or members.number.dim() else part[:, 0] for part in by_step))  # type: ignore[arg-type]
+        moves = None if plan.moves is None else _by_step(plan.moves, members)
+        return Plan(_by_step(plan.picks, members), moves)
 
     def _windows(self, group: str, part: Batch, members: Members, round: int, steps: int) -> Tensor:
         """Which of a group's extra examples each step is served; the step axis leads."""
         numbers, stacked = members.number.reshape(-1), members.number.dim() == 1
         size = len(next(iter(part.values()))[0] if stacked else next(iter(part.values())))
         sizes = torch.full_like(numbers, size)
-        index = streams.windows(self.data.seed, group, round, numbers, sizes, steps * self.batch_size)
-        index = index.reshape(len(numbers), steps, self.batch_size).transpose(0, 1)
-        return index if stacked else index[:, 0]
+        index = streams.windows(self.data.seed, f"extra/{group}", round, numbers, sizes, steps * self.batch_size)
+        return _by_step(index.reshape(len(numbers), steps, self.batch_size), members)
 
 
 class _Clock:
@@ -212,6 +212,11 @@ class _Clock:
             torch.cuda.synchronize(self.device)
         now = time.perf_counter()
         self.seconds[part], self.last = now - self.last, now
+
+
+def _by_step(plan: Tensor, members: Members) -> Tensor:
+    """A plan [client, step, ...] with the step leading, and no client axis for one alone."""
+    return plan.transpose(0, 1) if members.number.dim() else plan[0]
 
 
 def _alone(function: Callable[..., Any]) -> Callable[..., Any]:

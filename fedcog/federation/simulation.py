@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedcog import tree
 from fedcog.algorithms import Algorithm
 from fedcog.federation.cohort import Cohort, Members
 from fedcog.federation.evaluate import accuracy, own_accuracy
@@ -52,8 +51,6 @@ class Simulation:
         own = self.store.take(clients, algorithm, shared)
         members = Members(number, own, self.weights[number], self.counts[number], self.steps[number])
         outcome = self.cohort.train(algorithm, shared, members, round, lr, score=before is not None)
-        first = Members(*(tree.pick({"": part}, 0)[""] for part in members))
-        exhibit = self.cohort.exhibit(algorithm, shared, first, round, lr)
         self.store.put(clients, outcome.kept)
         loss, distance = outcome.loss.tolist(), outcome.distance.tolist()
         local: list[dict[str, float | int]] = [
@@ -66,4 +63,4 @@ class Simulation:
                 local[row]["own_accuracy"] = own_accuracy(hits, self.totals, counts)
                 local[row]["own_accuracy_before"] = own_accuracy(before, self.totals, counts)
         mean = float((outcome.loss * members.weight).sum() / members.weight.sum())
-        return outcome.total, Report(mean, local, outcome.seconds, exhibit)
+        return outcome.total, Report(mean, local, outcome.seconds, outcome.exhibit)

@@ -82,7 +82,7 @@ def generated(
     from fedcog import streams
 
     number = torch.tensor([client])
-    x = streams.normal(3, "noise", 0, number, (cog.count, 5))[0].double().numpy()
+    x = streams.normal(3, "draw/noise", 0, number, (cog.count, 5))[0].double().numpy()
     y = small.task.targets(torch.tensor(counts), cog.count, "complementary").numpy()
     mean, square = np.zeros_like(x), np.zeros_like(x)
     for step in range(1, cog.steps + 1):
@@ -90,7 +90,7 @@ def generated(
         mean, square = 0.5 * mean + 0.5 * slope, 0.9 * square + 0.1 * slope**2
         x = x - cog.lr * (mean / (1 - 0.5**step)) / (np.sqrt(square / (1 - 0.9**step)) + 1e-8)
     sizes = torch.tensor([cog.count])
-    picks = streams.windows(3, "made", 0, number, sizes, STEPS * BATCH)[0].reshape(STEPS, BATCH)
+    picks = streams.windows(3, "extra/made", 0, number, sizes, STEPS * BATCH)[0].reshape(STEPS, BATCH)
     return x, picks.numpy()
 
 

@@ -29,7 +29,7 @@ def extra(algorithm: FedCOG, rounds: int = 1) -> tuple[Small, Site, Batch]:
     site = backend.cohort._sites(_autograd, shared, 0.1)(member, shared["buffers"], torch.tensor(0))
     draws = backend.cohort._draws(algorithm, member, rounds)
     with torch.no_grad():
-        return small, site, algorithm.extra_data(site, draws)["made"]
+        return small, site, algorithm.extra_data(site, draws).groups["made"]
 
 
 def test_the_teachers_outputs_belong_to_the_very_inputs() -> None:
@@ -52,7 +52,7 @@ def test_source_noise_skips_the_optimisation() -> None:
     number = torch.tensor([0])
     from fedcog import streams
 
-    assert torch.equal(made["x"], streams.normal(3, "noise", 1, number, (8, 1, 8, 8))[0].double())
+    assert torch.equal(made["x"], streams.normal(3, "draw/noise", 1, number, (8, 1, 8, 8))[0].double())
     _, _, still = extra(dataclasses.replace(COG, steps=0))
     assert torch.equal(made["x"], still["x"])
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import html
+import json
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from fedcog.algorithms import Algorithm, FedCOG
@@ -103,6 +105,12 @@ def text(six: list[Path]) -> str:
     return page(six)
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of words: figures are made but neither laid out nor written, which is most of the work for a page."""
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **_: file.write("<svg></svg>"))
+
+
 def test_results_are_means_and_sample_deviations_over_seeds(text: str) -> None:
     # last 30, 40, 50: mean 40, deviation 10; best 40, 50, 60; so the target is 40 %, reached in rounds 2, 2 and 2
     assert cells(text, "fedavg") == ["40.00 ± 10.00", "50.00 ± 10.00", "2", "0, 1 and 2", "2", "0.5"]
@@ -113,12 +121,14 @@ def test_results_are_means_and_sample_deviations_over_seeds(text: str) -> None:
     assert "optimistic" in visible(text)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_target_that_few_or_no_seeds_reach(six: list[Path]) -> None:
     text = page(six, target=0.65)
     assert cells(text, "fedavg")[2] == "never"
     assert cells(text, "fedavg+fedcog")[2] == "> 3 (1 of 3 seeds)"
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(("last", "target"), [(0.65, "65 %"), (0.64, "60 %"), (0.15, "15 %"), (0.034, "3 %")])
 def test_target_is_the_last_accuracy_rounded_down(tmp_path: Path, last: float, target: str) -> None:
     assert f"Rounds to {target}" in visible(page([record(tmp_path, [last])]))
@@ -130,15 +140,28 @@ def test_target_is_a_share(tmp_path: Path, target: float) -> None:
         page([record(tmp_path, [0.5])], target=target)
 
 
-def test_page_is_whole_in_itself(six: list[Path]) -> None:
-    text = page(six, title="Six runs")
-    assert "<h1>Six runs</h1>" in text
+def test_page_is_whole_in_itself(text: str) -> None:
     addresses = set(re.findall(r"\w+://[^\s\"'<>)]+", text))
     assert addresses == {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}  # names, never fetched
     assert re.findall(r'(?:src|href)="(?!data:|#)[^"]*', text) == []
     assert not re.search(r"@import|url\((?!#)|<script|<link", text)
     assert 'lang="en"' in text
     assert "width=device-width" in text
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_title_may_be_given(six: list[Path], text: str) -> None:
+    assert "<h1>fedavg and fedavg+fedcog on animals</h1>" in text
+    assert "<h1>Six runs</h1>" in page(six, title="Six runs")
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_headline_says_what_is_compared(six: list[Path], text: str, tmp_path: Path) -> None:
+    assert "Compared here: fedavg and fedavg+fedcog. Data: animals" in visible(text)
+    assert "Compared" not in visible(page(six[:3]))
+    late = record(tmp_path, [0.1], algorithm=FedCOG(start_round=2))
+    assert "Compared here: 2 settings of fedavg+fedcog. Data" in visible(page([six[3], late]))
+    assert "Compared here: 3 settings of fedavg and fedavg+fedcog. Data" in visible(page([six[0], six[3], late]))
 
 
 def test_figures_are_named_and_have_captions_and_own_ids(text: str) -> None:
@@ -156,6 +179,7 @@ def test_equal_runs_make_equal_pages(six: list[Path], text: str) -> None:
     assert page(six) == text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_directory_given_twice_counts_once(six: list[Path]) -> None:
     assert page([six[0], six[0]]) == page([six[0]])
 
@@ -194,6 +218,7 @@ def test_generated_beside_real(text: str) -> None:
     assert "client 0 generated in round 3 (fedavg+fedcog, seed 0)" in section
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("shape", [(2, 5, 7), (4, 6, 6), (3, 70, 70)])
 def test_pictures_of_any_channels(tmp_path: Path, shape: tuple[int, ...]) -> None:
     text = page([record(tmp_path, [0.5], algorithm=FedCOG(start_round=0), exhibit=shape)])
@@ -201,6 +226,7 @@ def test_pictures_of_any_channels(tmp_path: Path, shape: tuple[int, ...]) -> Non
     assert ('class="small"' in text) == (max(shape) < 64)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_inputs_that_are_no_pictures(tmp_path: Path) -> None:
     assert "not pictures" in visible(page([record(tmp_path, [0.5], exhibit=(6,))]))
 
@@ -212,6 +238,7 @@ def test_rounds_not_evaluated_and_numbers_not_finite(tmp_path: Path) -> None:
     assert cells(text, "fedavg")[:2] == ["50.00", "50.00"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_unfinished_run_says_so(tmp_path: Path) -> None:
     path = record(tmp_path, [0.1, 0.2], rounds=5)
     with open(path / "rounds.jsonl", "a") as file:
@@ -228,11 +255,13 @@ def test_run_without_a_round(tmp_path: Path) -> None:
     assert "no time has been measured" in text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_seeds_that_come_twice_are_told(tmp_path: Path) -> None:
     twins = [record(tmp_path / name, [0.5]) for name in "ab"]
     assert "2 runs but 1 different seeds" in visible(page(twins))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_missing_or_damaged_files_leave_their_section_out(tmp_path: Path) -> None:
     path = record(tmp_path, [0.5], counts=None)
     (path / "provenance.json").unlink()
@@ -251,6 +280,7 @@ def test_no_run_is_an_error(tmp_path: Path) -> None:
         page([])
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_partitions_are_shown_once_each_and_six_at_most(tmp_path: Path) -> None:
     shared = [record(tmp_path / f"s{seed}", [0.5], seed=seed) for seed in range(2)]
     assert page(shared).count("<summary>") == 1
@@ -260,6 +290,7 @@ def test_partitions_are_shown_once_each_and_six_at_most(tmp_path: Path) -> None:
     assert "2 more partitions are not shown" in text
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_large_table_is_left_out(tmp_path: Path) -> None:
     text = page([record(tmp_path, [0.5], counts=torch.ones(201, 100, dtype=torch.int64), classes=[])])
     assert "A table of 20,100 numbers is left out" in text
@@ -288,7 +319,7 @@ def test_partition_figure_stands_alone(clients: int, labels: int, numbers: bool)
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium to look with")
-def test_body_does_not_scroll_sideways_on_a_phone(six: list[Path], tmp_path: Path) -> None:
+def test_phone_does_not_scroll_sideways_and_paper_opens_tables_that_fit(six: list[Path], tmp_path: Path) -> None:
     wide = record(
         tmp_path / "wide",
         [0.5],
@@ -297,19 +328,33 @@ def test_body_does_not_scroll_sideways_on_a_phone(six: list[Path], tmp_path: Pat
         command="x" * 500,
     )
     # A window of Chromium's cannot be this narrow everywhere; a frame in it can, and lays out the same.
-    text = page([*six, wide]).replace("<details>", "<details open>")
-    script = (
-        "onload = () => { const page = document.querySelector('iframe').contentDocument.documentElement;"
-        "document.title = `width ${page.scrollWidth} of ${page.clientWidth}, height ${page.scrollHeight}` }"
+    text = page([*six, wide])
+    frames = {
+        "phone": (360, text.replace("<details>", "<details open>")),
+        "screen": (1000, text),
+        "paper": (673, text.replace("@media print", "@media all")),  # as wide as A4 without its margins
+    }
+    script = """onload = () => { document.title = JSON.stringify(Object.fromEntries(
+        [...document.querySelectorAll("iframe")].map(frame => {
+            const page = frame.contentDocument.documentElement;
+            const open = [...page.querySelectorAll("details table")].map(table => table.checkVisibility());
+            return [frame.id, [page.scrollWidth, page.clientWidth, page.scrollHeight, open]];
+        }))) }"""
+    body = "".join(
+        f'<iframe id="{name}" style="width:{width}px;height:700px;border:0" srcdoc="{html.escape(content)}"></iframe>'
+        for name, (width, content) in frames.items()
     )
-    frame = f'<iframe style="width:360px;height:700px;border:0" srcdoc="{html.escape(text)}"></iframe>'
-    (tmp_path / "frame.html").write_text(f'<!DOCTYPE html><meta charset="utf-8"><script>{script}</script>{frame}')
-    found = re.search(r"<title>width (\d+) of (\d+), height (\d+)</title>", browse(tmp_path / "frame.html", tmp_path))
+    (tmp_path / "frame.html").write_text(f'<!DOCTYPE html><meta charset="utf-8"><script>{script}</script>{body}')
+    found = re.search(r"<title>(.*?)</title>", browse(tmp_path / "frame.html", tmp_path))
     assert found
-    width, room, height = map(int, found.groups())
+    seen = json.loads(html.unescape(found[1]))
+    width, room, height, open_on_phone = seen["phone"]
     assert 300 < room <= 360
     assert width <= room
     assert height > 3000
+    assert open_on_phone == [True, True]  # as they were made to be here
+    assert seen["screen"][3] == [False, False]
+    assert seen["paper"][3] == [True, False]  # three classes and sixty
 
 
 def browse(file: Path, home: Path) -> str:

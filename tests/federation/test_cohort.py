@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fedcog import tree
-from fedcog.algorithms import Algorithm, Draw, FedAvg, FedCOG, FedProx
+from fedcog.algorithms import Algorithm, Draw, Extra, FedAvg, FedCOG, FedProx
 from fedcog.federation.optimiser import Optimiser
 from fedcog.models import Model
 from fedcog.tree import Params
@@ -134,7 +134,7 @@ class Greedy(Algorithm):
         return {"seen": torch.zeros(2, 3, dtype=torch.float64)}
 
     def extra_data(self, site, draws):  # type: ignore[no-untyped-def]
-        return {"mine": {"z": draws["mine"]}}
+        return Extra({"mine": {"z": draws["mine"]}}, {})
 
     def after_step(self, before, after, batch, site):  # type: ignore[no-untyped-def]
         frozen = {"9.bias": before["9.bias"]}

@@ -16,6 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
+from fedcog.experiments.report.markup import printable
 from fedcog.experiments.summary import Spread
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#666666")  # Okabe and Ito's
@@ -66,11 +67,6 @@ class Curve(NamedTuple):
 def look(number: int) -> Look:
     """The look of the line with this number; the first 28 all differ."""
     return Look(COLOURS[number % len(COLOURS)], DASHES[number % len(DASHES)])
-
-
-def printable(text: str) -> str:
-    """The same with a space for every character that no page can hold."""
-    return "".join(character if character.isprintable() else " " for character in text)
 
 
 def curves_figure(
@@ -271,6 +267,5 @@ __all__ = [
     "dumbbell_figure",
     "look",
     "partition_figure",
-    "printable",
     "time_figure",
 ]

@@ -1,0 +1,130 @@
+"""Sections of a page: who holds what, what becomes of the clients' models, and where time goes."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fedcog.experiments.report import figures, readings
+from fedcog.experiments.report.figures import Curve, look, partition_figure
+from fedcog.experiments.report.markup import figure, listed, text
+from fedcog.experiments.report.readings import Federation
+from fedcog.experiments.run import Run
+from fedcog.experiments.summary import Group
+
+PARTITIONS = 6  # more are only counted
+CELLS = 20_000  # a table of more is left out: it weighs megabytes, and nobody reads it
+
+
+def partition(runs: Sequence[Run], federations: Sequence[Federation]) -> str:
+    """Examples per client and class: a figure and a table of each partition, with the seeds that share it."""
+    found: dict[str, tuple[Tensor, list[str], list[Run]]] = {}
+    for run, (tensors, about) in zip(runs, federations, strict=True):
+        if "counts" in tensors and tensors["counts"].dim() == 2 and tensors["counts"].numel():
+            counts = tensors["counts"]
+            names = [str(name) for name in about.get("classes", ())]
+            names += [str(label) for label in range(len(names), counts.shape[1])]
+            found.setdefault(repr((counts.tolist(), names)), (counts, names, []))[2].append(run)
+    if not found:
+        return "<p>The runs have not recorded who holds what (federation.safetensors is missing or empty).</p>"
+    drawn = ""
+    for counts, names, members in list(found.values())[:PARTITIONS]:
+        seeds = dict.fromkeys(run.experiment.seed for run in members)
+        caption = (
+            f"Training examples per client and class (white: none), and each client's total above. "
+            f"{int(counts.sum()):,} examples, {counts.shape[0]} clients, {counts.shape[1]} classes; "
+            f"{members[0].experiment.partition_rule}; seed {listed(seeds)}."
+        )
+        drawn += figure(partition_figure(counts, names), caption, _counts(counts, names))
+    more = len(found) - PARTITIONS
+    rest = f"<p>{more} more partition{'s are' if more > 1 else ' is'} not shown.</p>" if more > 0 else ""
+    return f'<div class="figures">{drawn}</div>{rest}'
+
+
+def _counts(counts: Tensor, names: Sequence[str]) -> str:
+    if counts.numel() > CELLS:
+        left_out = f"A table of {counts.numel():,} numbers is left out; they are in federation.safetensors."
+        return f'<p class="note">{left_out}</p>'
+    head = "".join(f'<th class="number" scope="col">{text(name)}</th>' for name in ("total", *names))
+    rows = "".join(
+        f'<tr><th scope="row">{client}</th><td class="number">{sum(row)}</td>'
+        + "".join(f'<td class="number">{count}</td>' if count else '<td class="number zero">0</td>' for count in row)
+        + "</tr>"
+        for client, row in enumerate(counts.tolist())
+    )
+    table = f'<table><thead><tr><th scope="col">client</th>{head}</tr></thead><tbody>{rows}</tbody></table>'
+    return f'<details><summary>As a table</summary><div class="scroll counts" tabindex="0">{table}</div></details>'
+
+
+def clients(groups: Sequence[Group]) -> str:
+    """How far local models go, and how good they are at the client's own mix of classes and at all."""
+    distance = readings.curves(groups, lambda line: readings.local(line, "distance"))
+    if not distance:
+        return "<p>No round is finished, so there is nothing to say about clients yet.</p>"
+    drawn = figure(
+        figures.curves_figure(distance, "distance from the global model", marks=readings.wakes(groups)),
+        "Length of the way a local model goes from the global model it received, in parameter space: mean over the "
+        "round's clients and seeds, band ± one standard deviation over them.",
+    )
+    content = f'<div class="figures">{drawn}</div>'
+    scored = [(each, _local_curves(each)) for each in groups]
+    if not any(curves for _, curves in scored):
+        return content + "<p>The clients' local models were not evaluated, so there is nothing to compare.</p>"
+    content += (
+        "<p><em>Own label mix</em> is accuracy on the test set with every class weighted by its share of the client's "
+        "examples. <em>Before</em> is the global model as the client received it, <em>after</em> the local model that "
+        "came of it.</p>"
+    )
+    for each, curves in scored:
+        if curves:
+            drawn = figure(
+                figures.curves_figure(curves, "accuracy (%)", percent=True, whole_range=True),
+                "Mean over the round's clients and seeds; band ± one standard deviation.",
+            )
+            content += f'<h3>{text(each.label)}</h3><div class="figures">{drawn}{_dumbbell(each)}</div>'
+    return content
+
+
+def _local_curves(each: Group) -> list[Curve]:
+    named = {
+        "own label mix, before": "own_accuracy_before",
+        "own label mix, after": "own_accuracy",
+        "whole test set, after": "accuracy",
+    }
+    found = [
+        Curve(label, readings.over_rounds(each.runs, lambda line, name=name: readings.local(line, name)), look(number))  # type: ignore[misc]
+        for number, (label, name) in enumerate(named.items())
+    ]
+    return [curve for curve in found if curve.points]
+
+
+def _dumbbell(each: Group) -> str:
+    """Before and after for every client of the last evaluated round of the group's first run that has one."""
+    for run in each.runs:
+        for line in reversed(run.lines):
+            clients = [
+                (local["client"], local["own_accuracy_before"], local["own_accuracy"])
+                for local in line.get("local", ())
+                if local.get("own_accuracy") is not None and local.get("own_accuracy_before") is not None
+            ]
+            if clients:
+                words = f"Each client of round {line['round']} (seed {run.experiment.seed}): accuracy before and after."
+                return figure(figures.dumbbell_figure(clients), words)
+    return ""
+
+
+def time(groups: Sequence[Group]) -> str:
+    """Seconds of a round by what they went into, before and after FedCOG wakes."""
+    bars = []
+    for each in groups:
+        lines, wake = [line for run in each.runs for line in run.lines], readings.wake(each.runs[0].experiment)
+        phases = {each.label: lines}
+        if wake is not None and any(line["round"] >= wake for line in lines) and wake > 1:
+            phases = {
+                f"{each.label}, rounds 1 to {wake - 1}": [line for line in lines if line["round"] < wake],
+                f"{each.label}, from round {wake}": [line for line in lines if line["round"] >= wake],
+            }
+        bars += [(label, seconds) for label, lines in phases.items() if (seconds := readings.seconds(lines))]
+    if not bars:
+        return "<p>No round is finished, so no time has been measured.</p>"
+    words = "Mean wall-clock seconds of a round, over rounds and seeds. Other: sampling, aggregation, bookkeeping."
+    return figure(figures.time_figure(bars), words)

@@ -8,7 +8,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 BIN := .venv/bin
 
 demo: .venv/.ready
-	$(BIN)/python -m fedcog compare examples/demo.toml --algorithms fedavg fedcog --seeds 0 1 2 --out runs/demo
+	@$(BIN)/python -m fedcog compare examples/demo.toml --algorithms fedavg fedcog --seeds 0 1 2 --out runs/demo
 
 test: .venv/.ready
 	$(BIN)/python -m ruff format --check .

@@ -17,7 +17,7 @@ from fedcog import console, settings
 from fedcog.algorithms import ALGORITHMS
 from fedcog.data import SOURCES, DataError, PartitionError, sources
 from fedcog.experiments import record
-from fedcog.experiments.compare import compare
+from fedcog.experiments.compare import compare, place
 from fedcog.experiments.config import Experiment, read_experiment, read_toml
 from fedcog.experiments.record import RecordError, RunDirectory
 from fedcog.experiments.run import Interrupted, check_ready, default_out, read, run, share_out
@@ -62,7 +62,7 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
         values = _merge(there, values)
     experiment = _ready(values, faults)
     out = Path(options.resume or options.out or default_out(experiment))
-    with console.Progress(experiment.rounds, options.style) as progress:
+    with console.Progress(experiment.rounds, _recorded(out), options.style) as progress:
         console.experiment(experiment, out, options.style)
         with _onward(f"fedcog run --resume {shlex.quote(str(out))}"):
             done = run(
@@ -99,7 +99,8 @@ def _compare(options: argparse.Namespace, rest: list[str]) -> int:
         raise ConfigError(faults + unready)
     out = Path(options.out or Path("runs") / f"compare-{experiments[0].dataset}")
     total = sum(experiment.rounds for experiment in experiments) * len(seeds)
-    with console.Progress(total, options.style) as progress:
+    done = sum(_recorded(place(out, experiment, seed)) for experiment in experiments for seed in seeds)
+    with console.Progress(total, done, options.style) as progress:
         console.comparison(experiments, seeds, out, options.style)
         with _onward(_command(options)):
             runs = compare(
@@ -108,6 +109,11 @@ def _compare(options: argparse.Namespace, rest: list[str]) -> int:
     console.results(runs, options.style)
     console.say(f"report: {out / 'report.html'}", options.style)
     return 0
+
+
+def _recorded(path: Path) -> int:
+    """How many rounds of a run are already there."""
+    return len(RunDirectory(path).lines())
 
 
 @contextlib.contextmanager

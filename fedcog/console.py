@@ -53,8 +53,8 @@ def _lively(style: Style) -> bool:
 class Progress:
     """Rounds as they come: a bar on a terminal, plain lines in a log; Ctrl-C asks for a stop after the round."""
 
-    def __init__(self, rounds: int, style: Style) -> None:
-        self.rounds, self.style, self.done, self.stop = rounds, style, 0, False
+    def __init__(self, rounds: int, done: int, style: Style) -> None:
+        self.rounds, self.before, self.done, self.style, self.stop = rounds, done, done, style, False
         self.began = time.monotonic()
         columns = (
             TextColumn("{task.description}"),
@@ -66,37 +66,43 @@ class Progress:
             TimeRemainingColumn(),
         )
         self.bar = Bar(*columns, console=_err, disable=not _lively(style))
-        self.task = self.bar.add_task("training", total=rounds, accuracy="")
+        self.task = self.bar.add_task("getting ready", total=rounds, completed=done, accuracy="")
 
     def __enter__(self) -> Self:
         self.bar.start()
-        self.before = {name: signal.signal(name, self._ask) for name in (signal.SIGINT, signal.SIGTERM)}
+        self.handlers = {name: signal.signal(name, self._ask) for name in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self.bar.stop()
-        for name, handler in self.before.items():
+        for name, handler in self.handlers.items():
             signal.signal(name, handler)
 
     def stopping(self) -> bool:
         """Has a stop been asked for?"""
         return self.stop
 
-    def advance(self, line: dict[str, Any]) -> None:
+    def advance(self, what: Experiment, line: dict[str, Any]) -> None:
         """Show a finished round."""
         self.done += 1
+        run = f"{name_of(what.algorithm)}, seed {what.seed}"
         accuracy = f"accuracy {100 * line['accuracy']:.2f}%" if line.get("accuracy") is not None else ""
         if self.style == "quiet":
             return
         if _lively(self.style):
-            self.bar.update(self.task, completed=self.done, accuracy=accuracy)
+            self.bar.update(
+                self.task, completed=self.done, accuracy=accuracy, description=f"{run}, round {line['round']}"
+            )
             return
-        left = (time.monotonic() - self.began) / self.done * (self.rounds - self.done)
+        left = (time.monotonic() - self.began) / (self.done - self.before) * (self.rounds - self.done)
         loss = "not finite" if line["loss"] is None else f"{line['loss']:.4f}"
         total = line["seconds"]["total"]
-        note(f"round {line['round']}: loss {loss} {accuracy} ({total:.1f} s; {left:.0f} s left)".replace("  ", " "))
+        words = (
+            f"{run}, round {line['round']} of {what.rounds}: loss {loss} {accuracy} ({total:.1f} s; {left:.0f} s left)"
+        )
+        note(words.replace("  ", " "))
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if self.stop:

@@ -12,6 +12,11 @@ from fedcog.experiments.record import RunDirectory
 from fedcog.experiments.run import Run, Watch, run
 
 
+def place(out: str | Path, experiment: Experiment, seed: int) -> Path:
+    """Where a run of a comparison lives."""
+    return Path(out) / name_of(experiment.algorithm) / f"seed-{seed}"
+
+
 def compare(
     experiments: Sequence[Experiment],
     seeds: Sequence[int],
@@ -30,7 +35,7 @@ def compare(
     runs = [
         run(
             dataclasses.replace(experiment, seed=seed),
-            Path(out) / name_of(experiment.algorithm) / f"seed-{seed}",
+            place(out, experiment, seed),
             data=data,
             model=model,
             resume=True,

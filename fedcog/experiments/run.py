@@ -30,7 +30,7 @@ from fedcog.settings import ConfigError
 from fedcog.task import SingleLabel
 from fedcog.tree import State
 
-Watch = Callable[[dict[str, Any]], None]
+Watch = Callable[[Experiment, dict[str, Any]], None]
 
 
 class Interrupted(Exception):
@@ -189,7 +189,7 @@ def run(
     """Carry out an experiment in the directory `out` (by default runs/DATASET-ALGORITHM-SEED).
 
     `data` and `model` are your own, in place of those the experiment names. With `resume` a run that lies there is
-    continued after its last checkpoint; one that is finished is only read. `watch` is called with every round's line;
+    continued after its last checkpoint; one that is finished is only read. `watch` is called with the experiment and every new round's line;
     once `stopping` says so, the run ends with `Interrupted` after a whole round.
     """
     experiment = dataclasses.replace(
@@ -217,7 +217,7 @@ def run(
                 clients = prepared.backend.store.flatten()
                 directory.save(Checkpoint(line["round"], server, clients, prepared.about()))
             if watch:
-                watch(line)
+                watch(experiment, line)
             if stop:
                 raise Interrupted(f"stopped after round {line['round']} of {experiment.rounds}")
         finished = Run(directory.path, experiment, directory.lines())

@@ -169,7 +169,7 @@ def test_compare_runs_all_and_goes_on_where_it_was(tmp_path: Path) -> None:
         "fedprox/seed-1",
     ]
     lines: list[Any] = []
-    again = compare(experiments, [0, 1, 2], tmp_path / "all", watch=lines.append)
+    again = compare(experiments, [0, 1, 2], tmp_path / "all", watch=lambda experiment, line: lines.append(line))
     assert len(again) == 6 and len(lines) == 4  # two rounds of the new seed for each algorithm
     assert (tmp_path / "all" / "report.html").exists()
 

@@ -8,7 +8,7 @@ from types import FrameType, TracebackType
 from typing import Any, Literal, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 from torch import Tensor
@@ -59,11 +59,10 @@ class Progress:
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
-            TextColumn("{task.completed}/{task.total} rounds"),
+            TextColumn("round {task.completed}/{task.total}"),
             TextColumn("{task.fields[accuracy]}"),
-            TimeElapsedColumn(),
+            TimeRemainingColumn(compact=True),
             TextColumn("left"),
-            TimeRemainingColumn(),
         )
         self.bar = Bar(*columns, console=_err, disable=not _lively(style))
         self.task = self.bar.add_task("getting ready", total=rounds, completed=done, accuracy="")
@@ -87,14 +86,12 @@ class Progress:
     def advance(self, what: Experiment, line: dict[str, Any]) -> None:
         """Show a finished round."""
         self.done += 1
-        run = f"{name_of(what.algorithm)}, seed {what.seed}"
+        run = f"{name_of(what.algorithm)} seed {what.seed}"
         accuracy = f"accuracy {100 * line['accuracy']:.2f}%" if line.get("accuracy") is not None else ""
         if self.style == "quiet":
             return
         if _lively(self.style):
-            self.bar.update(
-                self.task, completed=self.done, accuracy=accuracy, description=f"{run}, round {line['round']}"
-            )
+            self.bar.update(self.task, completed=self.done, accuracy=accuracy, description=run)
             return
         left = (time.monotonic() - self.began) / (self.done - self.before) * (self.rounds - self.done)
         loss = "not finite" if line["loss"] is None else f"{line['loss']:.4f}"

@@ -63,7 +63,7 @@ def test_flags_reach_the_experiment(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr()
     assert "fedprox+fedcog on digits: 4 clients (iid), 2 rounds of 2 steps" in said.out
     assert "fedcog: count 6, steps 2" in said.out
-    assert "fedprox+fedcog, seed 0, round 2 of 2: loss" in said.err and "left" in said.err  # no terminal: plain lines
+    assert "fedprox+fedcog seed 0, round 2 of 2: loss" in said.err and "left" in said.err  # no terminal: plain lines
     assert "report: x/report.html" in said.out
     assert {"experiment.toml", "rounds.jsonl", "checkpoint.safetensors", "report.html"} <= set(os.listdir("x"))
 

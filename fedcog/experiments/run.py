@@ -189,8 +189,8 @@ def run(
     """Carry out an experiment in the directory `out` (by default runs/DATASET-ALGORITHM-SEED).
 
     `data` and `model` are your own, in place of those the experiment names. With `resume` a run that lies there is
-    continued after its last checkpoint; one that is finished is only read. `watch` is called with the experiment and every new round's line;
-    once `stopping` says so, the run ends with `Interrupted` after a whole round.
+    continued after its last checkpoint; one that is finished is only read. `watch` is called with the experiment and
+    every new round's line; once `stopping` says so, the run ends with `Interrupted` after a whole round.
     """
     experiment = dataclasses.replace(
         experiment,

@@ -19,8 +19,9 @@ from fedcog.data import SOURCES, DataError, PartitionError, sources
 from fedcog.experiments import record
 from fedcog.experiments.compare import compare, place
 from fedcog.experiments.config import Experiment, read_experiment, read_toml
+from fedcog.experiments.prepare import check_ready, share_out
 from fedcog.experiments.record import RecordError, RunDirectory
-from fedcog.experiments.run import Interrupted, check_ready, default_out, read, run, share_out
+from fedcog.experiments.run import Interrupted, default_out, read, run
 from fedcog.models import ModelError
 from fedcog.settings import ConfigError, Setting
 

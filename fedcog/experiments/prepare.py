@@ -1,0 +1,198 @@
+"""An experiment made ready: its data shared out, its network built, its device found."""
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedcog.data import DataError, Dataset, FederatedData, partition, sources
+from fedcog.data.partition import Rule
+from fedcog.experiments.config import Experiment
+from fedcog.federation import evaluate
+from fedcog.federation.cohort import Cohort
+from fedcog.federation.optimiser import Optimiser
+from fedcog.federation.rounds import Schedule
+from fedcog.federation.simulation import Simulation
+from fedcog.models import Model, build
+from fedcog.settings import ConfigError
+from fedcog.task import SingleLabel
+from fedcog.tree import State
+
+
+class Prepared:
+    """An experiment with its data and network in place, ready for round 1."""
+
+    def __init__(self, experiment: Experiment, data: Dataset | None = None, module: nn.Module | None = None) -> None:
+        self.experiment = experiment
+        self.device = find_device(experiment.device)
+        if (data is None and experiment.dataset == "custom") or (module is None and experiment.model == "custom"):
+            raise ConfigError(
+                ["this run has data or a network of your own: continue it from Python, fedcog.run(..., resume=True)."]
+            )
+        self.dataset = data if data is not None else sources.load(experiment.dataset, experiment.data_dir or None)
+        self.indices = share_out(experiment, self.dataset)
+        dtype = getattr(torch, experiment.precision)
+        augment = {"auto": self.dataset.augment, "on": True, "off": False}[experiment.augment]
+        if augment and not (self.dataset.train_x.dim() == 4 and self.dataset.train_x.dtype == torch.uint8):
+            raise ConfigError(["augment is on, but only images (uint8) can be cropped and flipped: set --augment off."])
+        self.data = FederatedData(
+            self.dataset,
+            self.indices,
+            seed=experiment.seed,
+            validation=experiment.validation,
+            augment=augment,
+            device=self.device,
+            dtype=dtype,
+        )
+        shape, classes = self.dataset.input_shape, len(self.dataset.classes)
+        self.model_name = "custom" if module is not None else model_name(experiment, shape)
+        if module is None:
+            module = build(self.model_name, shape, classes, experiment.seed)
+        self.model = Model(module, shape, classes).to(self.device, dtype)
+        self.task = SingleLabel(classes)
+        cohort = Cohort(
+            self.model,
+            self.task,
+            self.data,
+            Optimiser(experiment.optimizer, experiment.momentum, experiment.weight_decay),
+            batch_size=experiment.batch_size,
+            grad_clip=experiment.grad_clip,
+            mapping=("vmap" if self.device.type == "cuda" else "loop")
+            if experiment.mapping == "auto"
+            else experiment.mapping,
+        )
+        self.backend = Simulation(
+            cohort,
+            local_steps=experiment.local_steps,
+            local_epochs=experiment.local_epochs,
+            weight_cap=experiment.weight_cap,
+        )
+        self.schedule = Schedule(
+            rounds=experiment.rounds,
+            clients=self.data.clients,
+            participation=experiment.participation,
+            seed=experiment.seed,
+            lr=experiment.lr,
+            lr_decay=experiment.lr_decay,
+            evaluate_every=experiment.evaluate_every,
+            evaluate_local=experiment.evaluate_local,
+        )
+        self.server = experiment.algorithm.server_init(self.model.params, self.model.buffers, self.data.clients)
+
+    def hits(self, server: State) -> Tensor:
+        """Right answers of the server's model per class on the test set."""
+        return self._hits(server, self.data.test_x, self.data.test_y)
+
+    def scores(self, hits: Tensor, server: State) -> dict[str, float]:
+        """Its accuracy on the test set, and on the held-out validation examples where there are any."""
+        found = {"accuracy": evaluate.accuracy(hits, self.backend.totals)}
+        held_out = self.data.validation
+        if len(held_out):
+            x, y = self.data.train_x[held_out], self.data.train_y[held_out]
+            found["validation_accuracy"] = evaluate.accuracy(self._hits(server, x, y), self.task.counts(y))
+        return found
+
+    def about(self) -> dict[str, Any]:
+        """What a checkpoint belongs to."""
+        return {
+            "experiment": self.experiment.identity,
+            "data": self._fingerprint(),
+            "model": self.model_name,
+            "input_shape": list(self.model.input_shape),
+            "classes": self.model.classes,
+        }
+
+    def federation(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Examples per client and class, a few real pictures of each class, and their names."""
+        tensors = {"counts": self.backend.counts}
+        if self.dataset.train_x.dtype == torch.uint8 and self.dataset.train_x.dim() == 4:
+            of_class = [torch.nonzero(self.dataset.train_y == label)[:8, 0] for label in range(self.model.classes)]
+            tensors["real_images"] = self.dataset.train_x[torch.cat(of_class)]
+            tensors["real_labels"] = self.dataset.train_y[torch.cat(of_class)]
+        return tensors, {
+            "dataset": self.dataset.name,
+            "classes": list(self.dataset.classes),
+            "test_examples": len(self.dataset.test_y),
+            "parameters": sum(value.numel() for value in self.model.params.values()),
+            "model": self.model_name,
+        }
+
+    def _hits(self, server: State, x: Tensor, y: Tensor) -> Tensor:
+        weights = server["params"] | server["buffers"]
+        return evaluate.hits(self.model, self.task, self.data, weights, x, y, lambda function: function)
+
+    def _fingerprint(self) -> str:
+        digest = hashlib.sha256(
+            json.dumps([list(self.dataset.train_x.shape), str(self.dataset.train_x.dtype)]).encode()
+        )
+        for part in (self.dataset.train_y, self.dataset.test_y, *self.indices):
+            digest.update(part.numpy().tobytes() + b"|")
+        return digest.hexdigest()[:16]
+
+
+def share_out(experiment: Experiment, dataset: Dataset) -> list[Tensor]:
+    """Every client's examples: as given with the data, or as the experiment's partition says."""
+    if dataset.indices is not None:
+        return list(dataset.indices)
+    rule = Rule(
+        experiment.clients, experiment.beta, experiment.balance, experiment.classes_per_client, experiment.min_examples
+    )
+    seed = experiment.seed if experiment.partition_seed < 0 else experiment.partition_seed
+    users = None if dataset.users is None else dataset.users.numpy()
+    shares = partition.split(experiment.partition, dataset.train_y.numpy(), users, rule, seed)
+    return [torch.from_numpy(share) for share in shares]
+
+
+def model_name(experiment: Experiment, shape: tuple[int, ...]) -> str:
+    """The network's name; `auto` is the paper's for the data set, and for others what fits the shape."""
+    if experiment.model != "auto":
+        return experiment.model
+    known = {"digits": "small", "fashion-mnist": "cnn", "cifar10": "cnn", "cifar100": "cnn3"}
+    return known.get(experiment.dataset, "cnn" if len(shape) == 3 and min(shape[1:]) >= 16 else "mlp")
+
+
+def find_device(name: str) -> torch.device:
+    """The device called `name`; never another one in its place."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError([f"device '{name}' cannot be used here ({reason}): choose --device auto or cpu."]) from error
+    return device
+
+
+def check_ready(experiment: Experiment) -> list[str]:
+    """What stands in the way of a run outside its settings: missing data, an absent device."""
+    faults = []
+    try:
+        find_device(experiment.device)
+    except ConfigError as error:
+        faults += error.faults
+    if (
+        experiment.dataset in sources.SOURCES
+        and sources.locate(experiment.dataset, experiment.data_dir or None) is None
+    ):
+        try:
+            sources.load(experiment.dataset, experiment.data_dir or None)
+        except DataError as error:
+            faults.append(str(error))
+    return faults
+
+
+@contextlib.contextmanager
+def threads(number: int) -> Iterator[None]:
+    """So many CPU threads for as long as this lasts; 0: as they are."""
+    before = torch.get_num_threads()
+    try:
+        if number:
+            torch.set_num_threads(number)
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -76,6 +76,14 @@ def test_a_file_and_flags_and_flags_win() -> None:
     assert experiment.algorithm == fedcog.FedProx(mu=0.25)
 
 
+def test_a_file_may_hold_the_settings_of_other_algorithms() -> None:
+    Path("one.toml").write_text("[fedprox]\nmu = 0.25\n[fedcog]\ncount = 3\n")
+    assert main(["run", *FAST, "one.toml", "--out", "x", "--quiet"]) == 0
+    assert RunDirectory("x").experiment().algorithm == fedcog.FedAvg()
+    assert main(["run", *FAST, "one.toml", "--algorithm", "fedprox", "--out", "y", "--quiet"]) == 0
+    assert RunDirectory("y").experiment().algorithm == fedcog.FedProx(mu=0.25)
+
+
 def test_a_runs_own_file_runs_again_to_the_same_result() -> None:
     assert main(["run", *FAST, "--out", "x", "--quiet"]) == 0
     assert main(["run", "x/experiment.toml", "--out", "y", "--quiet"]) == 0
@@ -115,7 +123,10 @@ def test_all_faults_at_once_and_no_traceback(capsys: pytest.CaptureFixture[str])
         ("data get cifar100 --data-dir /proc/nowhere", "cannot be written"),
         ("compare --algorithms fedavg fedmagic", "unknown algorithm 'fedmagic'"),
         ("compare --algorithms fedavg --seeds one", "seeds needs whole numbers"),
-        ("compare --algorithms fedavg --fedprox.mu 1", "fedprox has settings, but is not among --algorithms fedavg"),
+        (
+            "compare --algorithms fedavg --fedprox.mu 1",
+            "fedprox has settings, but the algorithm is fedavg: add fedprox",
+        ),
         ("list everything", "did not understand: everything"),
     ],
 )

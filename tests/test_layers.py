@@ -19,7 +19,7 @@ ROOMS = [
     {"fedcog.algorithms"},
     {"fedcog.federation"},
     {"fedcog.experiments"},
-    {"fedcog.console"},
+    {"fedcog.console", "fedcog.flags"},
     {"fedcog.cli"},
     {"fedcog.__main__", "fedcog.__init__"},
 ]
@@ -77,7 +77,7 @@ def test_the_data_room_knows_only_torch_numpy_and_streams() -> None:
     [
         ("matplotlib", {name for name in map(name_of, MODULES) if name.startswith("fedcog.experiments.report.")}),
         ("rich", {"fedcog.console"}),
-        ("argparse", {"fedcog.cli"}),
+        ("argparse", {"fedcog.cli", "fedcog.flags"}),
         ("safetensors", {"fedcog.experiments.record"}),
         ("flwr", set()),
         ("pickle", set()),

@@ -140,11 +140,7 @@ def make_algorithm(name: str, tables: Mapping[str, Any] | None = None) -> Algori
         if cls is None:
             faults.append(settings.unknown("algorithm", part, ALGORITHMS))
             continue
-        table = tables.get(part, {})
-        if not isinstance(table, Mapping):
-            faults.append(f"'{part}' holds the settings of an algorithm; write {part}.SETTING, or a table [{part}].")
-            continue
-        own, trouble = settings.read(cls, table, f"{part}.")
+        own, trouble = _read_table(part, tables)
         faults += trouble
         if issubclass(cls, Wrapper):
             algorithm = cls(inner=algorithm or Algorithm(), **own)
@@ -160,6 +156,13 @@ def make_algorithm(name: str, tables: Mapping[str, Any] | None = None) -> Algori
     return algorithm
 
 
+def _read_table(name: str, tables: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    table = tables.get(name, {})
+    if not isinstance(table, Mapping):
+        return {}, [f"'{name}' holds the settings of an algorithm; write {name}.SETTING, or a table [{name}]."]
+    return settings.read(ALGORITHMS[name], table, f"{name}.")
+
+
 def read_experiment(values: Mapping[str, Any], faults: list[str] | None = None) -> Experiment:
     """The experiment that settings by name describe; every fault at once, after those already known."""
     faults = list(faults or [])
@@ -172,12 +175,8 @@ def read_experiment(values: Mapping[str, Any], faults: list[str] | None = None) 
             faults.append(f"algorithm needs text, such as 'fedprox+fedcog', not {name!r}.")
     except ConfigError as error:
         faults += error.faults
-    used = set(str(name).split("+"))
-    for table in tables:
-        if table not in used:
-            faults.append(
-                f"{table} has settings, but the algorithm is {name}: choose --algorithm {table}, or leave them."
-            )
+    for table in tables.keys() - set(str(name).split("+")):  # of no use here, but not to be wrong either
+        faults += _read_table(table, tables)[1]
     good, trouble = settings.read(Experiment, {k: v for k, v in values.items() if k not in {"algorithm", *tables}})
     faults += trouble
     try:

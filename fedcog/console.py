@@ -212,6 +212,7 @@ def catalogue() -> None:
     for kind in KINDS:
         text = (PARTITIONS.get(kind, natural).__doc__ or "").strip().splitlines()[0]
         table.add_row(kind, text, uses.get(kind, ""))
+    table.add_row("given", "As `indices` per client say, with your own data.", "")
     _out.print(table)
     _out.print("Every setting of an experiment, with its default: fedcog run --help", markup=False)
 

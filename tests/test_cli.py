@@ -118,6 +118,7 @@ def test_all_faults_at_once_and_no_traceback(capsys: pytest.CaptureFixture[str])
         ("run --clients 400 --min-examples 10", "lower --clients or --min-examples"),
         ("run --model cnn", "too small"),
         ("run --partition natural", "needs to know whose"),
+        ("run --partition given", "is for your own data"),
         ("report nowhere", "there is no run in or below nowhere"),
         ("data get mnist", "invalid choice: 'mnist'"),
         ("data get cifar100 --data-dir /proc/nowhere", "cannot be written"),

@@ -98,15 +98,11 @@ def label_skew(labels: Indices, rule: Rule, seed: int) -> list[Indices]:
 
 def quantity(labels: Indices, rule: Rule, seed: int) -> list[Indices]:
     """Labels as they come, sizes ~ Dir(beta): a few clients have most of the examples."""
-
-    def draw(generator: np.random.Generator) -> list[Indices]:
-        proportions = generator.dirichlet(np.full(rule.clients, rule.beta))
-        spare = len(labels) - rule.clients * rule.min_examples
-        sizes = rule.min_examples + (proportions.cumsum() * spare).astype(np.int64)
-        sizes[1:] -= (proportions.cumsum() * spare).astype(np.int64)[:-1]
-        return np.split(generator.permutation(len(labels)), sizes.cumsum()[:-1])
-
-    return draw(_generator(seed, 0))
+    generator = _generator(seed, 0)
+    rising = np.nan_to_num(generator.dirichlet(np.full(rule.clients, rule.beta))).cumsum()
+    spare = len(labels) - rule.clients * rule.min_examples
+    ends = (rising * spare).astype(np.int64) + rule.min_examples * np.arange(1, rule.clients + 1)
+    return np.split(generator.permutation(len(labels)), ends[:-1])
 
 
 def natural(users: Indices | None, rule: Rule, generator: np.random.Generator) -> list[Indices]:

@@ -24,7 +24,7 @@ class Experiment:
 
     dataset: str = setting("digits", "data set: see `fedcog list`")
     data_dir: str = setting("", "folder with the data sets (else $FEDCOG_DATA, else ~/.cache/fedcog)", identity=False)
-    partition: Literal["iid", "dirichlet", "label-skew", "quantity", "natural"] = setting(
+    partition: Literal["iid", "dirichlet", "label-skew", "quantity", "natural", "given"] = setting(
         "dirichlet", "how the training set is shared out among clients"
     )
     clients: int = setting(10, "number of clients", ">= 1")

@@ -136,7 +136,9 @@ class Prepared:
 
 def share_out(experiment: Experiment, dataset: Dataset) -> list[Tensor]:
     """Every client's examples: as given with the data, or as the experiment's partition says."""
-    if dataset.indices is not None:
+    if experiment.partition == "given":
+        if dataset.indices is None:
+            raise ConfigError(["partition 'given' is for your own data with `indices` per client: choose another."])
         return list(dataset.indices)
     rule = Rule(
         experiment.clients, experiment.beta, experiment.balance, experiment.classes_per_client, experiment.min_examples

@@ -70,11 +70,11 @@ def run(
     continued after its last checkpoint; one that is finished is only read. `watch` is called with the experiment and
     every new round's line; once `stopping` says so, the run ends with `Interrupted` after a whole round.
     """
-    experiment = dataclasses.replace(
-        experiment,
-        dataset=experiment.dataset if data is None else "custom",
-        model=experiment.model if model is None else "custom",
-    )
+    own: dict[str, Any] = {"dataset": "custom"} if data is not None else {}
+    own |= {"model": "custom"} if model is not None else {}
+    if data is not None and data.indices is not None:
+        own |= {"partition": "given", "clients": len(data.indices)}
+    experiment = dataclasses.replace(experiment, **own)
     directory = RunDirectory(out or default_out(experiment))
     with directory.locked(), threads(experiment.threads):
         if directory.exists():

@@ -48,6 +48,8 @@ def test_given_client_indices(tmp_path: Path) -> None:
     fedcog.run(TINY, tmp_path / "run", data=blobs(indices=indices), report=False)
     counts = RunDirectory(tmp_path / "run").tensors("federation.safetensors")[0]["counts"]
     assert counts.sum(1).tolist() == [50, 10, 140]
+    experiment = fedcog.read(tmp_path / "run").experiment
+    assert (experiment.partition, experiment.clients) == ("given", 3)
 
 
 def test_users_are_clients(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ class Prepared:
         held_out = self.data.validation
         if len(held_out):
             x, y = self.data.train_x[held_out], self.data.train_y[held_out]
-            found["validation_accuracy"] = evaluate.accuracy(self._hits(server, x, y), self.task.counts(y))
+            found["validation_accuracy"] = evaluate.accuracy(self._hits(server, x, y), self.task.counts(y).cpu())
         return found
 
     def about(self) -> dict[str, Any]:

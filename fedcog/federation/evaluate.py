@@ -24,7 +24,7 @@ def hits(model: Model, task: Task, data: FederatedData, weights: Params, x: Tens
             right: Tensor = each(_right(model, task, inputs, labels))(weights)
             total = right if total is None else total + right
     assert total is not None, "a data set without test examples is refused when it is made"
-    return total
+    return total.cpu()
 
 
 def _right(model: Model, task: Task, inputs: Tensor, labels: Tensor) -> Callable[[Params], Tensor]:

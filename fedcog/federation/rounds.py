@@ -10,8 +10,16 @@ from torch import Tensor
 
 from fedcog import streams
 from fedcog.algorithms import Algorithm
-from fedcog.federation.simulation import Report
 from fedcog.tree import Params, State
+
+
+class Report(NamedTuple):
+    """What is known of a round besides the sum of its payloads."""
+
+    loss: float  # mean over clients, by their weight
+    local: list[dict[str, float | int]]  # what the record says of each client
+    seconds: dict[str, float]
+    exhibit: Params  # what a report should show
 
 
 class Backend(Protocol):

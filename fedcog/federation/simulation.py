@@ -1,7 +1,6 @@
 """A federation in one process: every client's data and kept state on this machine."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,17 +8,9 @@ from torch import Tensor
 from fedcog.algorithms import Algorithm
 from fedcog.federation.cohort import Cohort, Members
 from fedcog.federation.evaluate import accuracy, own_accuracy
+from fedcog.federation.rounds import Report
 from fedcog.federation.store import Store
-from fedcog.tree import Params, State
-
-
-class Report(NamedTuple):
-    """What is known of a round besides the sum of its payloads."""
-
-    loss: float
-    local: list[dict[str, float | int]]
-    seconds: dict[str, float]
-    exhibit: Params
+from fedcog.tree import State
 
 
 class Simulation:
@@ -29,11 +20,11 @@ class Simulation:
         self.cohort, self.store = cohort, Store()
         data, task = cohort.data, cohort.task
         self.counts = torch.stack([task.counts(data.labels(client)) for client in range(data.clients)])
-        self.totals = task.counts(data.test_y)
+        self.totals = task.counts(data.test_y).cpu()
         cap = weight_cap or int(data.sizes.max())
         self.weights = data.sizes.clamp(max=cap).to(data.dtype) / cap
         if local_epochs:
-            self.steps = (data.sizes * local_epochs / cohort.batch_size).ceil().clamp(min=1).long()
+            self.steps = (data.sizes.double() * local_epochs / cohort.batch_size - 1e-9).ceil().clamp(min=1).long()
         else:
             self.steps = torch.full_like(data.sizes, local_steps)
 
@@ -57,8 +48,7 @@ class Simulation:
             {"client": client, "loss": loss[row], "distance": distance[row]} for row, client in enumerate(clients)
         ]
         if before is not None and outcome.hits is not None:
-            for row, hits in enumerate(outcome.hits):
-                counts = members.counts[row]
+            for row, (hits, counts) in enumerate(zip(outcome.hits, members.counts.cpu(), strict=True)):
                 local[row]["accuracy"] = accuracy(hits, self.totals)
                 local[row]["own_accuracy"] = own_accuracy(hits, self.totals, counts)
                 local[row]["own_accuracy_before"] = own_accuracy(before, self.totals, counts)

@@ -15,9 +15,9 @@ import fedcog
 from fedcog import console, flags
 from fedcog.data import SOURCES, DataError, PartitionError, sources
 from fedcog.experiments import record
-from fedcog.experiments.compare import compare, place
+from fedcog.experiments.compare import compare, places
 from fedcog.experiments.config import Experiment, name_of, read_experiment
-from fedcog.experiments.prepare import check_ready, share_out
+from fedcog.experiments.prepare import check_ready, check_runnable, share_out
 from fedcog.experiments.record import RecordError, RunDirectory
 from fedcog.experiments.run import Interrupted, default_out, read, run
 from fedcog.flags import Parser
@@ -37,8 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return console.faults(error.faults)
     except (DataError, PartitionError, ModelError, RecordError) as error:
         return console.faults([str(error)])
-    except torch.OutOfMemoryError as error:
-        return console.faults([f"out of memory ({error}): lower --batch-size, or set --mapping loop."])
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error) and "size" not in str(error):
+            raise
+        reason = str(error).strip().splitlines()[0]
+        return console.faults([f"out of memory ({reason}): lower --local-steps, --batch-size or --fedcog.count."])
     except Interrupted as stop:
         console.note(str(stop))
         return 130
@@ -53,7 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace, rest: list[str]) -> int:
     values, faults = flags.given(options, rest)
     if options.resume is not None:
-        there = RunDirectory(options.resume).experiment().to_dict()
+        recorded = RunDirectory(options.resume).experiment()
+        if strange := check_runnable(recorded):
+            raise ConfigError(strange)
+        there = recorded.to_dict()
         faults += [f"--resume continues the run in {options.resume}: leave --out out."] if options.out else []
         values = flags.merge(there, values)
     experiment = _ready(values, faults)
@@ -77,7 +83,11 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
 def _compare(options: argparse.Namespace, rest: list[str]) -> int:
     values, faults = flags.given(options, rest)
     found, unready = dict[str, Experiment](), list[str]()
-    for name in options.algorithms or [values.get("algorithm", "fedavg")]:
+    if options.fedcog or options.algorithm is not None or options.seed is not None:
+        faults.append("compare takes --algorithms and --seeds, not --algorithm, --fedcog or --seed.")
+    if not options.algorithms:
+        faults.append("compare needs at least one algorithm, such as: --algorithms fedavg fedprox fedprox+fedcog.")
+    for name in options.algorithms or []:
         try:
             experiment = read_experiment(values | {"algorithm": name})
             found[name_of(experiment.algorithm)] = experiment
@@ -91,7 +101,7 @@ def _compare(options: argparse.Namespace, rest: list[str]) -> int:
         raise ConfigError(faults + unready)
     out = Path(options.out or Path("runs") / f"compare-{experiments[0].dataset}")
     total = sum(experiment.rounds for experiment in experiments) * len(seeds)
-    done = sum(_recorded(place(out, experiment, seed)) for experiment in experiments for seed in seeds)
+    done = sum(_recorded(place) for _, place in places(out, experiments, seeds))
     with console.Progress(total, done, options.style) as progress:
         console.comparison(experiments, seeds, out, options.style)
         with _onward(_command(options)):
@@ -121,6 +131,8 @@ def _report(options: argparse.Namespace, rest: list[str]) -> int:
     _nothing_else(rest)
     from fedcog.experiments.report import page  # draws: loads matplotlib
 
+    if options.target is not None and not 0 < options.target <= 1:
+        raise ConfigError([f"target needs a share > 0 and <= 1, such as 0.6, not {options.target:g}."])
     found = record.runs_below(options.directories)
     out = Path(options.out) if options.out else Path(options.directories[0]) / "report.html"
     if len(options.directories) > 1 and not options.out:
@@ -133,7 +145,7 @@ def _report(options: argparse.Namespace, rest: list[str]) -> int:
 
 def _list(options: argparse.Namespace, rest: list[str]) -> int:
     _nothing_else(rest)
-    console.catalogue()
+    console.catalogue(options.data_dir)
     return 0
 
 
@@ -172,7 +184,7 @@ def _ready(values: dict[str, Any], faults: list[str]) -> Experiment:
         experiment = read_experiment(values, faults)
     except ConfigError as error:
         partial = {key: values[key] for key in ("dataset", "data_dir", "device") if isinstance(values.get(key), str)}
-        known = values.get("dataset", "digits") in SOURCES
+        known = str(values.get("dataset", "digits")) in SOURCES
         raise ConfigError(error.faults + (check_ready(Experiment(**partial)) if known else [])) from None
     if unready := check_ready(experiment):
         raise ConfigError(unready)
@@ -181,16 +193,16 @@ def _ready(values: dict[str, Any], faults: list[str]) -> Experiment:
 
 def _nothing_else(rest: list[str]) -> None:
     if rest:
-        raise ConfigError([f"did not understand: {' '.join(rest)}. See --help."])
+        raise ConfigError([f"did not understand: {' '.join(rest)}. See fedcog --help."])
 
 
 def _seeds(texts: list[str], faults: list[str]) -> list[int]:
     seeds = []
     for text in texts:
-        if text.isdigit():
+        if text.isascii() and text.isdigit() and len(text) < 19:
             seeds.append(int(text))
         else:
-            faults.append(f"seeds needs whole numbers >= 0, not '{text}'.")
+            faults.append(f"seeds needs whole numbers >= 0, not '{text[:30]}'.")
     return list(dict.fromkeys(seeds))
 
 
@@ -219,7 +231,10 @@ def _parser() -> argparse.ArgumentParser:
     look.add_argument("--out", metavar="FILE", help="the page (default: report.html in DIR)")
     look.add_argument("--target", type=float, metavar="ACCURACY", help="accuracy to count rounds to, such as 0.6")
 
-    _command_parser(commands, "list", _list, "show algorithms, data sets, models and partitions with their settings")
+    every = _command_parser(
+        commands, "list", _list, "show algorithms, data sets, models and partitions with their settings"
+    )
+    every.add_argument("--data-dir", metavar="DIR", help="folder with the data sets")
 
     shares = _command_parser(commands, "partition", _partition, "show who would hold what", "[FILE.toml]")
     shares.add_argument("--figure", metavar="FILE.svg", help="draw it, too")

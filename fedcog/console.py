@@ -2,7 +2,6 @@
 
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any, Literal, Self
@@ -17,7 +16,7 @@ from fedcog import settings
 from fedcog.algorithms import ALGORITHMS
 from fedcog.data import SOURCES, sources
 from fedcog.data.partition import KINDS, PARTITIONS, natural
-from fedcog.experiments.config import Experiment, layers, name_of
+from fedcog.experiments.config import Experiment, layers, name_of, own_settings
 from fedcog.experiments.run import Run
 from fedcog.experiments.summary import group
 from fedcog.models import MODELS
@@ -54,8 +53,7 @@ class Progress:
     """Rounds as they come: a bar on a terminal, plain lines in a log; Ctrl-C asks for a stop after the round."""
 
     def __init__(self, rounds: int, done: int, style: Style) -> None:
-        self.rounds, self.before, self.done, self.style, self.stop = rounds, done, done, style, False
-        self.began = time.monotonic()
+        self.rounds, self.done, self.style, self.stop = rounds, done, style, False
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -93,7 +91,7 @@ class Progress:
         if _lively(self.style):
             self.bar.update(self.task, completed=self.done, accuracy=accuracy, description=run)
             return
-        left = (time.monotonic() - self.began) / (self.done - self.before) * (self.rounds - self.done)
+        left = line["seconds"]["total"] * (self.rounds - self.done)
         loss = "not finite" if line["loss"] is None else f"{line['loss']:.4f}"
         total = line["seconds"]["total"]
         words = (
@@ -132,19 +130,19 @@ class Download:
         self.bar.update(self.tasks[name], completed=done, total=total)
 
 
-def experiment(what: Experiment, out: Any, style: Style) -> None:
-    """The settings of a run that is about to start."""
+def experiment(what: Experiment, out: Any, style: Style, seeds: Sequence[int] = ()) -> None:
+    """The settings of a run that is about to start, or of several that differ in the seed."""
     if style == "quiet":
         return
     local = f"{what.local_epochs:g} epochs" if what.local_epochs else f"{what.local_steps} steps"
     say(
         f"{name_of(what.algorithm)} on {what.dataset}: {what.clients} clients ({what.partition_rule}), "
-        f"{what.rounds} rounds of {local}, batch {what.batch_size}, {what.optimizer} lr {what.lr:g}, seed {what.seed}",
+        f"{what.rounds} rounds of {local}, batch {what.batch_size}, {what.optimizer} lr {what.lr:g}, "
+        + (f"seeds {', '.join(str(seed) for seed in seeds)}" if seeds else f"seed {what.seed}"),
         style,
     )
     for name, layer in layers(what.algorithm):
-        own = {key: getattr(layer, key) for key in settings.settings(type(layer))}
-        if own:
+        if own := own_settings(layer):
             say(f"  {name}: " + ", ".join(f"{key} {value}" for key, value in own.items()), style)
     for warning in _warnings(what):
         note(warning)
@@ -156,7 +154,7 @@ def comparison(experiments: Sequence[Experiment], seeds: Sequence[int], out: Any
     names = ", ".join(name_of(one.algorithm) for one in experiments)
     say(f"comparing {names} over seeds {', '.join(str(seed) for seed in seeds)}", style)
     for one in experiments:
-        experiment(one, f"{out}/{name_of(one.algorithm)}/seed-N", style)
+        experiment(one, f"{out}/{name_of(one.algorithm)}/seed-N", style, seeds)
 
 
 def _warnings(what: Experiment) -> list[str]:
@@ -178,7 +176,17 @@ def results(runs: Sequence[Run], style: Style) -> None:
     if not scored:
         say("no round has been evaluated yet", style)
         return
-    table = Table(title="test accuracy in %, mean ± standard deviation over seeds", title_justify="left")
+    several = any(len(found.runs) > 1 for found in group(scored))
+    title = "test accuracy in %" + (", mean ± standard deviation over seeds" if several else "")
+    if style == "plain":
+        say(title, style)
+        for found in group(scored):
+            say(
+                f"{found.label}: last {found.last.percent()}, best {found.best.percent()}, seeds {len(found.runs)}",
+                style,
+            )
+        return
+    table = Table(title=title, title_justify="left")
     for column in ("algorithm", "last", "best", "seeds", "rounds"):
         table.add_column(column, justify="left" if column == "algorithm" else "right")
     for found in group(scored):
@@ -188,7 +196,7 @@ def results(runs: Sequence[Run], style: Style) -> None:
     _out.print(table)
 
 
-def catalogue() -> None:
+def catalogue(data_dir: str | None) -> None:
     """Everything that can be chosen, with its settings and defaults."""
     table = Table("algorithm", "setting", "default", "what it is", title="Algorithms", title_justify="left")
     for name, cls in ALGORITHMS.items():
@@ -197,7 +205,7 @@ def catalogue() -> None:
             choices = f" [{' | '.join(setting.choices)}]" if setting.choices else ""
             table.add_row("", f"--{name}.{setting.flag}", str(setting.default), setting.help + choices)
     _out.print(table)
-    data_sets(None)
+    data_sets(data_dir)
     table = Table("model", "what it is", title="Models", title_justify="left")
     for name, build in MODELS.items():
         table.add_row(name, (build.__doc__ or "").strip().splitlines()[0])
@@ -229,7 +237,16 @@ def data_sets(data_dir: str | None) -> None:
 
 
 def partition(counts: Tensor, classes: Sequence[str]) -> None:
-    """Examples per client and class."""
+    """Examples per client and class; where that is too wide, how many classes each client holds."""
+    if sum(max(len(name), 4) + 3 for name in classes) + 20 > _out.width:
+        table = Table("client", "examples", "classes", "most of", "share", title="what each client holds")
+        for client, row in enumerate(counts.tolist()):
+            most = max(range(len(row)), key=row.__getitem__)
+            share = f"{100 * row[most] / max(1, sum(row)):.0f}%"
+            held = sum(count > 0 for count in row)
+            table.add_row(str(client), str(sum(row)), str(held), classes[most], share)
+        _out.print(table)
+        return
     table = Table("client", *classes, "all", title="examples per client and class", title_justify="left")
     for client, row in enumerate(counts.tolist()):
         table.add_row(str(client), *(str(count) if count else "·" for count in row), str(sum(row)))

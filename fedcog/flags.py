@@ -48,14 +48,15 @@ def add_experiment(parser: argparse.ArgumentParser) -> None:
             group = parser.add_argument_group(title)
         flags = [f"--{table}.{setting.flag}" if table else f"--{setting.flag}"]
         flags += [ALIASES[key]] if key in ALIASES else []
-        shown = setting.default if setting.default != "" else "none"
+        shown = setting.default
         if setting.type is bool:
             action: Any = argparse.BooleanOptionalAction
             group.add_argument(*flags, dest=key, action=action, help=f"{setting.help} (default: {shown})")
             continue
         kind = "{" + ",".join(setting.choices) + "}" if setting.choices else setting.type.__name__.upper()
         limits = ", ".join(f"{sign} {limit:g}" for sign, limit in setting.bounds)
-        note = f"{setting.help} ({limits}; default: {shown})" if limits else f"{setting.help} (default: {shown})"
+        facts = [part for part in (limits, f"default: {shown}" if shown != "" else "") if part]
+        note = f"{setting.help} ({'; '.join(facts)})" if facts else setting.help
         group.add_argument(*flags, dest=key, nargs="?", const=MISSING, metavar=kind, help=note.replace("%", "%%"))
     parser.set_defaults(flags=[flag for flag in parser._option_string_actions if flag.startswith("--")])
 

@@ -3,7 +3,6 @@
 import copy
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,21 +19,23 @@ class Model:
     """A network as a pure function of its trainable parameters and its running statistics.
 
     Any `nn.Module` from a batch of inputs to a batch of logits will do. `params` are its trainable parameters by name;
-    `buffers` are its other floating tensors (BatchNorm's running statistics, frozen weights). Both travel.
+    `buffers` are the floating tensors that training moves otherwise (BatchNorm's running statistics). Both travel; what
+    stands still (frozen weights, tables) stays in the network. `batch` is the smallest batch it will be trained on.
     """
 
-    def __init__(self, module: nn.Module, input_shape: tuple[int, ...], classes: int) -> None:
-        _refuse_what_cannot_work(module, input_shape, classes)
+    def __init__(self, module: nn.Module, input_shape: tuple[int, ...], classes: int, batch: int = 4) -> None:
+        if not isinstance(module, nn.Module):
+            raise ModelError(f"{module!r} is not an nn.Module: give an instance, such as MyNet().")
+        moving = _refuse_what_cannot_work(module, input_shape, classes, min(batch, 4))
         self.input_shape, self.classes = tuple(input_shape), classes
         module = copy.deepcopy(module)
         for part in module.modules():
             if "num_batches_tracked" in part._buffers:  # a counter no result depends on; vmap cannot write to it
                 part._buffers["num_batches_tracked"] = None
         # In order of their names, as files give them back: sums over a model are then the same after a resume.
-        named = dict(sorted(module.named_parameters()))
-        constants = {name: value for name, value in sorted(module.named_buffers()) if value.is_floating_point()}
-        self.params: Params = {name: value.detach() for name, value in named.items() if value.requires_grad}
-        self.buffers: Params = constants | {n: v.detach() for n, v in named.items() if not v.requires_grad}
+        trained = {name: value for name, value in sorted(module.named_parameters()) if value.requires_grad}
+        self.params: Params = {name: value.detach() for name, value in trained.items()}
+        self.buffers: Params = {name: value for name, value in sorted(module.named_buffers()) if name in moving}
         self._train = copy.deepcopy(module).requires_grad_(False).train()
         self._eval = copy.deepcopy(module).requires_grad_(False).eval()
 
@@ -58,7 +59,8 @@ class Model:
         return other
 
 
-def _refuse_what_cannot_work(module: nn.Module, input_shape: tuple[int, ...], classes: int) -> None:
+def _refuse_what_cannot_work(module: nn.Module, input_shape: tuple[int, ...], classes: int, batch: int) -> set[str]:
+    """Try the network out, and name the floating buffers that training moves."""
     for name, part in module.named_modules():
         if any(isinstance(value, nn.UninitializedParameter) for value in part.parameters(recurse=False)):
             raise ModelError(
@@ -72,33 +74,60 @@ def _refuse_what_cannot_work(module: nn.Module, input_shape: tuple[int, ...], cl
     trained = [value for value in module.parameters() if value.requires_grad]
     if not trained:
         raise ModelError("the network has no parameter with requires_grad=True, so there is nothing to train.")
-    outputs = _trial(module, input_shape, trained[0])
-    if not isinstance(outputs, Tensor) or outputs.shape != (4, classes):
-        shown = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-        raise ModelError(
-            f"for 4 inputs of shape {input_shape} the network gave {shown}, and the task needs logits of shape "
-            f"{(4, classes)}: change its last layer, or the data."
-        )
-    if not torch.equal(outputs, _trial(module, input_shape, trained[0])):
+    if odd := [name for name, value in module.named_parameters() if not value.is_floating_point()]:
+        raise ModelError(f"parameter '{odd[0]}' is not of a real floating type: only those can be averaged.")
+
+    inputs = torch.randn(batch, *input_shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    inputs = inputs.to(trained[0])
+    given = inputs.clone()
+    once, again, in_use = (copy.deepcopy(module).train(mode) for mode in (True, True, False))
+    with torch.random.fork_rng(devices=[]):
+        before = torch.random.get_rng_state()
+        outputs = _trial(once, inputs, classes)
+        drew = not torch.equal(before, torch.random.get_rng_state())
+        repeated = _trial(again, given.clone(), classes)
+        _trial(in_use, given.clone(), classes)
+    if drew or not torch.equal(outputs.nan_to_num(), repeated.nan_to_num()):
         noisy = [n for n, part in module.named_modules() if isinstance(part, nn.modules.dropout._DropoutNd) and part.p]
-        where = f"layers {', '.join(repr(n) for n in noisy)}" if noisy else "it"
+        where = f"{', '.join(repr(name) for name in noisy)} must draw" if noisy else "it must draw"
         raise ModelError(
-            f"the network gave two different outputs for the same inputs in training mode: {where} draws random "
-            "numbers of its own (dropout, say), and here every random number comes from a keyed stream, so that runs "
-            "can be repeated and resumed exactly. Take the layer out or set its rate to 0."
+            f"the network does not give the same outputs for the same inputs in training mode: {where} random numbers "
+            "of its own (dropout, say), and here every random number comes from a keyed stream, so that runs can be "
+            "repeated and resumed exactly. Take the layer out or set its rate to 0."
         )
+    if not torch.equal(inputs, given):
+        raise ModelError("the network writes over its own inputs: take inplace=True off its first layer.")
+    if not outputs.requires_grad:
+        raise ModelError("the network's outputs do not depend on its parameters (detach or no_grad inside?).")
+    pristine = dict(module.named_buffers())
+    moved = {name for name, value in once.named_buffers() if not _same(value, pristine[name])}
+    counters = [name for name in moved if not pristine[name].is_floating_point()]
+    if odd := [name for name in counters if not name.endswith("num_batches_tracked")]:
+        raise ModelError(f"buffer '{odd[0]}' counts in training, and a count can be neither averaged nor resumed.")
+    return moved - set(counters)
 
 
-def _trial(module: nn.Module, input_shape: tuple[int, ...], like: Tensor) -> Any:
-    """The outputs of a copy, in training mode, for four fixed inputs."""
-    inputs = torch.randn(4, *input_shape, generator=torch.Generator().manual_seed(0)).to(like)
+def _same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.nan_to_num(), other.nan_to_num()) if one.is_floating_point() else torch.equal(one, other)
+
+
+def _trial(module: nn.Module, inputs: Tensor, classes: int) -> Tensor:
+    """The network's outputs, if they are logits."""
+    shape = tuple(inputs.shape)
     try:
-        with torch.no_grad():
-            return copy.deepcopy(module).train()(inputs)
+        outputs = module(inputs)
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise ModelError(f"the network does not take inputs of shape {shape}: {error}") from error
+    wanted = (shape[0], classes)
+    if not isinstance(outputs, Tensor) or outputs.shape != wanted or not outputs.is_floating_point():
+        shown = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+        kind = f" of {outputs.dtype}" if isinstance(outputs, Tensor) and not outputs.is_floating_point() else ""
+        mode = "training" if module.training else "evaluation"
         raise ModelError(
-            f"the network does not take inputs of shape {tuple(inputs.shape)} (a batch of four): {error}"
-        ) from error
+            f"for inputs of shape {shape} in {mode} mode the network gave {shown}{kind}, and the task needs logits of "
+            f"shape {wanted}: change its last layer, or the data."
+        )
+    return outputs
 
 
 def _pooled(side: int, kernel: int, times: int) -> int:
@@ -161,7 +190,7 @@ def build(name: str, input_shape: tuple[int, ...], classes: int, seed: int) -> n
     """The network called `name`, initialised from `seed` and from nothing else."""
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed the user's GPUs, too
             return MODELS[name](input_shape, classes)
     except (RuntimeError, ValueError) as error:
         raise ModelError(

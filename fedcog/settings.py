@@ -2,9 +2,11 @@
 
 import dataclasses
 import difflib
-import math
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+LARGEST = 2**60  # no number is meant to be larger, and arithmetic on one that were would wrap
 
 
 class ConfigError(Exception):
@@ -75,9 +77,19 @@ def settings(cls: type) -> dict[str, Setting]:
     }
 
 
+def unsound(cls: type, besides: set[str]) -> list[str]:
+    """Why the settings of a class could not be written down and read again, if so."""
+    known = settings(cls) if dataclasses.is_dataclass(cls) else {}
+    if "__dataclass_fields__" not in vars(cls) and ("__init__" in vars(cls) or inspect.get_annotations(cls)):
+        return [f"{cls.__name__} has settings of its own but is no dataclass: put @dataclass(frozen=True) above it."]
+    odd = [field.name for field in dataclasses.fields(cls) if field.name not in {*known, *besides}]
+    return [f"setting {name} is neither int, float, bool, str nor Literal, so it cannot be recorded." for name in odd]
+
+
 def parse(setting: Setting, text: str) -> Any:
     """The value that a flag's text means; a ValueError says what was wanted."""
     try:
+        text.encode()
         if setting.type is bool:
             return {"true": True, "false": False}[text.lower()]
         return setting.type(text) if setting.type in (int, float) else text
@@ -87,11 +99,11 @@ def parse(setting: Setting, text: str) -> Any:
 
 def fault(setting: Setting, value: Any) -> str | None:
     """What is wrong with a value, if anything."""
-    if setting.type is float and type(value) is int:
+    if setting.type is float and type(value) is int and abs(value) < 1e300:
         value = float(value)
     fits = value in setting.choices if setting.choices else type(value) is setting.type
     if fits and setting.type in (int, float):
-        fits = math.isfinite(value) and all(_HOLDS[sign](value, limit) for sign, limit in setting.bounds)
+        fits = abs(value) < LARGEST and all(_HOLDS[sign](value, limit) for sign, limit in setting.bounds)
     return None if fits else f"needs {setting.kind}, not {value!r}"
 
 
@@ -111,6 +123,8 @@ def read(cls: type, values: Mapping[str, Any], prefix: str = "") -> tuple[dict[s
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
     """The fault of a name that nobody knows, with those that come near, or all."""
     known = list(known)
-    near = difflib.get_close_matches(name, known, n=2, cutoff=0.6)
+    last = name.lstrip("-").rpartition(".")[2]
+    near = [one for one in known if one.lstrip("-").rpartition(".")[2] == last]
+    near = near or difflib.get_close_matches(name, known, n=2, cutoff=0.6)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}."
     return f"unknown {what} '{name}': {hint}"

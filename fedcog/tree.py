@@ -70,11 +70,11 @@ def to(state: State, device: torch.device) -> State:
 
 
 def flatten(state: State, prefix: str = "") -> Params:
-    """A state as one flat dict whose names are paths: {"a": {"b": t}} is {"a/b": t}."""
+    """A state as one flat dict whose names are paths: {"a": {"b": t}} is {"a::b": t}."""
     flat: Params = {}
     for name, value in state.items():
         path = f"{prefix}{name}"
-        flat |= flatten(value, f"{path}/") if isinstance(value, dict) else {path: value}
+        flat |= flatten(value, f"{path}::") if isinstance(value, dict) else {path: value}
     return flat
 
 
@@ -82,7 +82,7 @@ def unflatten(flat: Params) -> State:
     """The state that `flatten` made `flat` of."""
     state: State = {}
     for path, value in flat.items():
-        *parents, name = path.split("/")
+        *parents, name = path.split("::")
         place = state
         for parent in parents:
             place = place.setdefault(parent, {})

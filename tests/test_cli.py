@@ -9,9 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import fedcog
-from fedcog import settings
+from fedcog import console, settings
 from fedcog.algorithms import ALGORITHMS
 from fedcog.cli import main
 from fedcog.experiments.config import Experiment
@@ -122,6 +123,22 @@ def test_all_faults_at_once_and_no_traceback(capsys: pytest.CaptureFixture[str])
         ("report nowhere", "there is no run in or below nowhere"),
         ("data get mnist", "invalid choice: 'mnist'"),
         ("data get cifar100 --data-dir /proc/nowhere", "cannot be written"),
+        ("compare", "compare needs at least one algorithm"),
+        ("compare --algorithms fedavg --fedcog", "compare takes --algorithms and --seeds"),
+        ("compare --algorithms fedavg --seed 3", "compare takes --algorithms and --seeds"),
+        ("compare --algorithms fedavg --seeds ²", "seeds needs whole numbers"),
+        ("run --algorithm fedcog+fedcog", "goes around itself"),
+        ("run --algorithm +", "unknown algorithm"),
+        ("run --seed 99999999999999999999", "seed needs a whole number"),
+        ("run --lr 1e999", "lr needs a number"),
+        ("run --threads 100000", "threads needs a whole number"),
+        ("run --device meta", "cannot be used here"),
+        ("run --out file", "cannot write to file"),
+        ("run --resume file", "there is no run in file"),
+        ("run --data-dir ~nosuchuser --dataset cifar10", "is not here"),
+        ("run --local-steps 100000000000 --rounds 1", "out of memory"),
+        ("report file --target 2", "target needs a share"),
+        ("run --count 3", "did you mean --fedcog.count?"),
         ("compare --algorithms fedavg fedmagic", "unknown algorithm 'fedmagic'"),
         ("compare --algorithms fedavg --seeds one", "seeds needs whole numbers"),
         (
@@ -132,8 +149,18 @@ def test_all_faults_at_once_and_no_traceback(capsys: pytest.CaptureFixture[str])
     ],
 )
 def test_faults_end_with_2_and_say_what_to_do(words: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("file").touch()
     assert main(words.split()) == 2
     assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text", ["lr = 1" + 400 * "0", "seed = 1" + 5000 * "0", "dataset = [1]", "x = " + 3000 * "[", "rounds = 2026-01-01"]
+)
+def test_odd_files_are_faults(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("odd.toml").write_text(text)
+    assert main(["run", "odd.toml"]) == 2
+    assert capsys.readouterr().err.startswith("fedcog: ")
 
 
 def test_compare_prints_a_table_and_makes_a_report(capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,6 +195,11 @@ def test_list_and_data_and_partition(capsys: pytest.CaptureFixture[str]) -> None
     assert main(["partition", "--partition", "label-skew", "--figure", "p.svg"]) == 0
     said = capsys.readouterr().out
     assert "1442" in said and "figure: p.svg" in said
+    console.partition(torch.ones(3, 100, dtype=torch.int64), [f"class {number}" for number in range(100)])
+    assert "100" in capsys.readouterr().out
+    assert main(["run", *FAST, "--plain", "--out", "x"]) == 0
+    said = capsys.readouterr().out
+    assert "fedavg: last" in said and "┃" not in said
     assert "<svg" in Path("p.svg").read_text()
 
 

@@ -41,7 +41,7 @@ def test_a_users_network_computes_what_it_computes(name: str) -> None:
     buffers = {key: value.clone() for key, value in model.buffers.items()}
     assert torch.equal(model.logits(model.params, buffers, x), module.train()(x))
     for key, value in module.named_buffers():
-        if value.is_floating_point():
+        if key in model.buffers:
             assert torch.equal(buffers[key], value), "running statistics move as the network's own would"
 
 
@@ -52,6 +52,49 @@ class Noisy(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(nn.functional.dropout(x, 0.5, self.training))  # type: ignore[no-any-return]
+
+
+class Hidden(nn.Module):
+    """Dropout whose noise a zero head hides at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.layer = nn.Dropout(0.5), nn.Linear(3, 4)
+        nn.init.zeros_(self.layer.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.drop(x))  # type: ignore[no-any-return]
+
+
+class Counting(nn.Module):
+    count: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+class TwoFaced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) if self.training else self.layer(x)[:, :2]  # type: ignore[no-any-return]
+
+
+class Detached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).detach()  # type: ignore[no-any-return]
 
 
 class Twins(nn.Module):
@@ -66,9 +109,16 @@ class Twins(nn.Module):
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
-        (nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5)), "layers '1' draws random numbers"),
-        (Noisy(), "two different outputs for the same inputs"),
+        (nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5)), "'1' must draw random numbers"),
+        (Noisy(), "does not give the same outputs"),
         (Twins(), "gave tuple"),
+        (Twins, "give an instance"),
+        (Hidden(), "'drop' must draw random numbers"),
+        (Counting(), "'count' counts in training"),
+        (TwoFaced(), "in evaluation mode the network gave"),
+        (Detached(), "do not depend on its parameters"),
+        (nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 4)), "writes over its own inputs"),
+        (nn.Sequential(nn.Linear(3, 4, dtype=torch.complex64)), "real floating type"),
         (nn.Linear(3, 5), r"gave \(4, 5\)"),
         (nn.Linear(9, 4), "does not take inputs of shape"),
         (nn.Flatten(), "nothing to train"),
@@ -79,6 +129,13 @@ class Twins(nn.Module):
 def test_what_cannot_work_is_refused_with_the_reason(module: nn.Module, reason: str) -> None:
     with pytest.raises(ModelError, match=reason):
         Model(module, (3,), 4)
+
+
+def test_a_batch_of_one_is_tried_where_one_will_be_used() -> None:
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    Model(module, (3,), 4, batch=2)
+    with pytest.raises(ModelError, match="more than 1 value per channel"):
+        Model(module, (3,), 4, batch=1)
 
 
 def test_dropout_that_drops_nothing_is_fine() -> None:

@@ -21,7 +21,7 @@ class DataError(Exception):
     """A data set that cannot be had or read: says which file, and what to do."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Dataset:
     """Labelled examples: a training set to share out among clients, and a test set everybody is scored on."""
 
@@ -46,6 +46,10 @@ class Dataset:
         ]
         if faults:
             raise DataError(f"data set {self.name!r} cannot be used:\n" + "\n".join(f"  - {fault}" for fault in faults))
+
+    def __repr__(self) -> str:
+        size = f"{len(self.train_y)} + {len(self.test_y)} examples of {_form(self.train_x[0])}"
+        return f"Dataset({self.name!r}, {size}, {len(self.classes)} classes)"
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -76,7 +80,7 @@ class Dataset:
         count = _count(self.train_x)
         if self.users is not None:
             if self.users.dtype != torch.int64 or self.users.shape != (count,):
-                yield f"users is {_form(self.users)}: give one int64 for each of {count} training examples"
+                yield f"users names {self.users.numel()} owners: give one for each of {count} training examples"
             elif bool((self.users < 0).any()):
                 yield f"users holds {int(self.users.min())}: number the users from 0"
         if self.indices is None:
@@ -108,6 +112,8 @@ def _form(x: Tensor) -> str:
 
 
 def _example_faults(part: str, x: Tensor, y: Tensor, classes: int) -> Iterator[str]:
+    if x.dim() == 1:
+        yield f"{part}_x is {list(x.shape)}: give [n, 1] for one number per example"
     if _count(x) == 0:
         yield f"{part}_x is {list(x.shape)}: give at least one example"
     if y.shape != (_count(x),):
@@ -166,7 +172,7 @@ def from_arrays(
 def from_torch(train: TorchDataset[Any], test: TorchDataset[Any], **keywords: Any) -> Dataset:
     """A torch data set of (x, y) pairs, read once from end to end; keywords as in `from_arrays`.
 
-    x is a tensor, an array or a PIL image; y an integer. A random transform would be drawn once and kept.
+    x is a tensor, an array or a PIL image; y an integer or a string. A random transform would be drawn once and kept.
     """
     return from_arrays(*_pairs("train", train), *_pairs("test", test), **keywords)
 
@@ -209,12 +215,17 @@ def _inputs(name: str, values: Values) -> Tensor:
         x = torch.from_numpy(np.require(array, array.dtype.newbyteorder("="), ["C", "W"]))
     if x.dtype == torch.uint8 and x.dim() == 3:
         return x.unsqueeze(1)
+    if x.is_floating_point() and x.dim() == 4 and x.shape[3] in (1, 3) and x.shape[1] == x.shape[2] > 4:
+        raise DataError(
+            f"{name} is floating {list(x.shape)}, which looks like images with the channels last: give them as "
+            "[n, C, H, W] (numpy: x.transpose(0, 3, 1, 2)), or as uint8"
+        )
     return x.float() if x.dtype == torch.float64 else x
 
 
 def _integers(name: str, values: npt.NDArray[Any]) -> Tensor:
     if values.dtype.kind not in "iub" and values.size:
-        raise DataError(f"{name} holds {values.dtype}: give integers")
+        raise DataError(f"{name} holds {values.dtype}: give integers (of one-hot rows, their argmax)")
     return torch.from_numpy(values.astype(np.int64))
 
 
@@ -236,6 +247,12 @@ def _labels(
         if top >= 1 << 16:
             raise DataError(f"labels reach up to {top}: number the classes from 0, or give labels as strings")
         classes = [str(i) for i in range(top + 1)]
+        absent = sorted(set(range(top + 1)) - set(train_y.flatten().tolist()) - set(test_y.flatten().tolist()))
+        if absent:
+            raise DataError(
+                f"no example has label {absent[0]}, and labels count from 0: number them anew, or name all classes "
+                "with classes=[...] if that is meant"
+            )
     return train_y, test_y, tuple(classes)
 
 

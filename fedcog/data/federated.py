@@ -79,10 +79,8 @@ class FederatedData:
 
     def inputs(self, x: Tensor) -> Tensor:
         """Stored examples as the model sees them: images scaled to [0, 1], then normalised."""
-        x, floating = x.to(self.dtype), x.is_floating_point()
-        if not floating:
-            x = x / 255
-        return (x - self._mean) / self._std if self._mean.numel() else x
+        scaled = x.to(self.dtype, copy=True) if x.is_floating_point() else x.to(self.dtype) / 255
+        return (scaled - self._mean) / self._std if self._mean.numel() else scaled
 
     def pictures(self, x: Tensor) -> Tensor:
         """What the model sees, as images again: uint8, clipped."""

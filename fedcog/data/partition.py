@@ -116,7 +116,7 @@ def natural(users: Indices | None, rule: Rule, generator: np.random.Generator) -
     fit = names[sizes >= rule.min_examples]
     if len(fit) < rule.clients:
         raise PartitionError(
-            f"only {len(fit)} of {len(names)} users have at least {rule.min_examples} examples, and {rule.clients} "
+            f"{len(fit)} of {len(names)} users have at least {rule.min_examples} examples, and {rule.clients} "
             "clients were asked for: lower --clients or --min-examples."
         )
     chosen = np.sort(generator.permutation(fit)[: rule.clients])

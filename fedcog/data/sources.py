@@ -59,9 +59,9 @@ class Source:
 def search_path(data_dir: str | Path | None = None) -> list[Path]:
     """The data folders looked in, first to last: the one given, or $FEDCOG_DATA and ~/.cache/fedcog."""
     if data_dir is not None:
-        return [Path(data_dir).expanduser()]
+        return [Path(os.path.expanduser(data_dir))]
     given = os.environ.get("FEDCOG_DATA")
-    return [Path(place).expanduser() for place in (given, "~/.cache/fedcog") if place]
+    return [Path(os.path.expanduser(place)) for place in (given, "~/.cache/fedcog") if place]
 
 
 def source_named(name: str) -> Source:

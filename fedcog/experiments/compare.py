@@ -1,6 +1,7 @@
 """Several algorithms over several seeds, on the same partitions."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,11 +11,20 @@ from fedcog.data import Dataset
 from fedcog.experiments.config import Experiment, name_of
 from fedcog.experiments.record import RunDirectory
 from fedcog.experiments.run import Run, Watch, run
+from fedcog.experiments.summary import labels
 
 
-def place(out: str | Path, experiment: Experiment, seed: int) -> Path:
-    """Where a run of a comparison lives."""
-    return Path(out) / name_of(experiment.algorithm) / f"seed-{seed}"
+def places(out: str | Path, experiments: Sequence[Experiment], seeds: Sequence[int]) -> list[tuple[Experiment, Path]]:
+    """Every run of a comparison and where it lives: by algorithm, and by what else differs where that is not enough."""
+    experiments = list(dict.fromkeys(dataclasses.replace(experiment, seed=0) for experiment in experiments))
+    names = [name_of(experiment.algorithm) for experiment in experiments]
+    told = [re.sub(r"[^\w.+-]+", "_", label).strip("_") for label in labels(experiments)]
+    folders = [label if names.count(name) > 1 else name for name, label in zip(names, told, strict=True)]
+    return [
+        (dataclasses.replace(experiment, seed=seed), Path(out) / folder / f"seed-{seed}")
+        for experiment, folder in zip(experiments, folders, strict=True)
+        for seed in dict.fromkeys(seeds)
+    ]
 
 
 def compare(
@@ -34,8 +44,8 @@ def compare(
     """
     runs = [
         run(
-            dataclasses.replace(experiment, seed=seed),
-            place(out, experiment, seed),
+            experiment,
+            place,
             data=data,
             model=model,
             resume=True,
@@ -44,8 +54,7 @@ def compare(
             stopping=stopping,
             command=command,
         )
-        for experiment in experiments
-        for seed in seeds
+        for experiment, place in places(out, experiments, seeds)
     ]
     from fedcog.experiments.report import page  # draws: loads matplotlib
 

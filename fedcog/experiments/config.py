@@ -17,6 +17,14 @@ from fedcog.settings import ConfigError, setting
 
 
 @dataclass(frozen=True)
+class Recorded(Algorithm):
+    """An algorithm of somebody's own, as its record tells of it: a name and settings, but no rule to run."""
+
+    name: str = ""
+    own: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
 class Experiment:
     """Everything that decides what a run computes. Defaults are the paper's."""
 
@@ -60,15 +68,24 @@ class Experiment:
         "auto", "clients one after another or together; auto: together on a GPU", identity=False
     )
     precision: Literal["float32", "float64"] = setting("float32", "of parameters and arithmetic")
-    threads: int = setting(0, "CPU threads; 0: as torch chooses", ">= 0", identity=False)
+    threads: int = setting(0, "CPU threads; 0: as torch chooses", ">= 0", "<= 1024", identity=False)
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, all faults at once."""
         values = {name: getattr(self, name) for name in settings.settings(Experiment)}
         faults = settings.read(Experiment, values)[1]
         for name, layer in layers(self.algorithm):
-            own = {key: getattr(layer, key) for key in settings.settings(type(layer))}
-            faults += settings.read(type(layer), own, f"{name}.")[1]
+            if not isinstance(layer, Algorithm):
+                faults.append(
+                    f"{layer!r} is no Algorithm: give FedCOG(FedProx()), say, or make_algorithm('fedprox+fedcog')."
+                )
+                continue
+            if not isinstance(layer, Recorded):
+                faults += [f"{name}: {trouble}" for trouble in settings.unsound(type(layer), besides={"inner"})]
+                faults += settings.read(type(layer), own_settings(layer), f"{name}.")[1]
+        named = [name for name, _ in layers(self.algorithm)]
+        for name in {name for name in named if named.count(name) > 1}:
+            faults.append(f"{name} goes around itself: name each algorithm once.")
         if self.dataset != "custom" and self.dataset not in data.SOURCES:
             faults.append(settings.unknown("data set", self.dataset, data.SOURCES))
         if self.model not in ("auto", "custom", *MODELS):
@@ -81,9 +98,8 @@ class Experiment:
         values: dict[str, Any] = {"algorithm": name_of(self.algorithm)}
         values |= {name: getattr(self, name) for name in settings.settings(Experiment)}
         for name, layer in layers(self.algorithm):
-            own = settings.settings(type(layer))
-            if own:
-                values[name] = {key: getattr(layer, key) for key in own}
+            if own := own_settings(layer):
+                values[name] = own
         return values
 
     def to_toml(self) -> str:
@@ -119,8 +135,16 @@ def _toml(value: Any) -> str:
 def layers(algorithm: Algorithm) -> list[tuple[str, Algorithm]]:
     """An algorithm and those inside it, outermost first, each with its name."""
     names = {cls: name for name, cls in ALGORITHMS.items()}
-    own = (names.get(type(algorithm), type(algorithm).__name__), algorithm)
-    return [own, *layers(algorithm.inner)] if isinstance(algorithm, Wrapper) else [own]
+    name = algorithm.name if isinstance(algorithm, Recorded) else names.get(type(algorithm), type(algorithm).__name__)
+    inside = layers(algorithm.inner) if isinstance(algorithm, Wrapper) else []
+    return [(name, algorithm), *inside]
+
+
+def own_settings(layer: Algorithm) -> dict[str, Any]:
+    """The settings of one layer, by name."""
+    if isinstance(layer, Recorded):
+        return dict(layer.own)
+    return {key: getattr(layer, key) for key in settings.settings(type(layer))}
 
 
 def name_of(algorithm: Algorithm) -> str:
@@ -163,6 +187,23 @@ def _read_table(name: str, tables: Mapping[str, Any]) -> tuple[dict[str, Any], l
     return settings.read(ALGORITHMS[name], table, f"{name}.")
 
 
+def read_recorded(values: Mapping[str, Any]) -> Experiment:
+    """The experiment in a run's record: like `read_experiment`, but algorithms that are unknown here are let stand."""
+    strangers = {part for part in str(values.get("algorithm")).split("+") if part not in ALGORITHMS}
+    if not strangers:
+        return read_experiment(values)
+    experiment = read_experiment({k: v for k, v in values.items() if k not in {"algorithm", *strangers, *ALGORITHMS}})
+    algorithm = Algorithm()
+    for place, part in enumerate(str(values["algorithm"]).split("+")):
+        if part in ALGORITHMS and issubclass(ALGORITHMS[part], Wrapper):
+            algorithm = ALGORITHMS[part](inner=algorithm, **_read_table(part, values)[0])  # type: ignore[call-arg]
+        else:
+            name = f"{name_of(algorithm)}+{part}" if place else part
+            table = values.get(part, {})
+            algorithm = Recorded(name, tuple(table.items()) if isinstance(table, Mapping) else ())
+    return dataclasses.replace(experiment, algorithm=algorithm)
+
+
 def read_experiment(values: Mapping[str, Any], faults: list[str] | None = None) -> Experiment:
     """The experiment that settings by name describe; every fault at once, after those already known."""
     faults = list(faults or [])
@@ -191,8 +232,8 @@ def read_experiment(values: Mapping[str, Any], faults: list[str] | None = None) 
 def read_toml(path: str | Path) -> dict[str, Any]:
     """The settings in a TOML file, not yet checked."""
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError([f"cannot read {path}: {error.strerror or error}."]) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # what tomllib raises, and what it lets through
         raise ConfigError([f"{path} is not a TOML file: {error}."]) from error

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedcog.data import DataError, Dataset, FederatedData, partition, sources
 from fedcog.data.partition import Rule
-from fedcog.experiments.config import Experiment
+from fedcog.experiments.config import Experiment, Recorded, layers
 from fedcog.federation import evaluate
 from fedcog.federation.cohort import Cohort
 from fedcog.federation.optimiser import Optimiser
@@ -29,6 +29,8 @@ class Prepared:
     def __init__(self, experiment: Experiment, data: Dataset | None = None, module: nn.Module | None = None) -> None:
         self.experiment = experiment
         self.device = find_device(experiment.device)
+        if faults := check_runnable(experiment):
+            raise ConfigError(faults)
         if (data is None and experiment.dataset == "custom") or (module is None and experiment.model == "custom"):
             raise ConfigError(
                 ["this run has data or a network of your own: continue it from Python, fedcog.run(..., resume=True)."]
@@ -52,7 +54,8 @@ class Prepared:
         self.model_name = "custom" if module is not None else model_name(experiment, shape)
         if module is None:
             module = build(self.model_name, shape, classes, experiment.seed)
-        self.model = Model(module, shape, classes).to(self.device, dtype)
+        self.network = repr(module)
+        self.model = Model(module, shape, classes, experiment.batch_size).to(self.device, dtype)
         self.task = SingleLabel(classes)
         cohort = Cohort(
             self.model,
@@ -102,6 +105,7 @@ class Prepared:
             "experiment": self.experiment.identity,
             "data": self._fingerprint(),
             "model": self.model_name,
+            "network": hashlib.sha256(self.network.encode()).hexdigest()[:16],
             "input_shape": list(self.model.input_shape),
             "classes": self.model.classes,
         }
@@ -126,11 +130,11 @@ class Prepared:
         return evaluate.hits(self.model, self.task, self.data, weights, x, y, lambda function: function)
 
     def _fingerprint(self) -> str:
-        digest = hashlib.sha256(
-            json.dumps([list(self.dataset.train_x.shape), str(self.dataset.train_x.dtype)]).encode()
-        )
-        for part in (self.dataset.train_y, self.dataset.test_y, *self.indices):
-            digest.update(part.numpy().tobytes() + b"|")
+        own = self.dataset
+        digest = hashlib.sha256(json.dumps([own.mean, own.std, own.classes]).encode())
+        for part in (own.train_x, own.train_y, own.test_x, own.test_y, *self.indices):
+            digest.update(f"{part.dtype} {list(part.shape)}".encode())
+            digest.update(part.contiguous().numpy().data)
         return digest.hexdigest()[:16]
 
 
@@ -164,10 +168,18 @@ def find_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
+        if device.type not in ("cpu", "cuda", "mps"):
+            raise RuntimeError("nothing can be trained there")
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError([f"device '{name}' cannot be used here ({reason}): choose --device auto or cpu."]) from error
     return device
+
+
+def check_runnable(experiment: Experiment) -> list[str]:
+    """What stands in the way of a run read from a record: algorithms that are only names here."""
+    strangers = [name for name, layer in layers(experiment.algorithm) if isinstance(layer, Recorded)]
+    return [f"{name} is an algorithm of your own: continue it from Python, fedcog.run(...)." for name in strangers]
 
 
 def check_ready(experiment: Experiment) -> list[str]:
@@ -189,12 +201,14 @@ def check_ready(experiment: Experiment) -> list[str]:
 
 
 @contextlib.contextmanager
-def threads(number: int) -> Iterator[None]:
-    """So many CPU threads for as long as this lasts; 0: as they are."""
-    before = torch.get_num_threads()
+def surroundings(threads: int) -> Iterator[None]:
+    """The torch settings a run computes under, whatever the caller's are; those are put back at the end."""
+    before = torch.get_num_threads(), torch.get_default_dtype()
     try:
-        if number:
-            torch.set_num_threads(number)
-        yield
+        torch.set_num_threads(threads or before[0])
+        torch.set_default_dtype(torch.float32)
+        with torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(before[0])
+        torch.set_default_dtype(before[1])

@@ -22,7 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialise
 
 from fedcog import tree
-from fedcog.experiments.config import Experiment, read_experiment, read_toml
+from fedcog.experiments.config import Experiment, read_recorded, read_toml
+from fedcog.settings import ConfigError
 from fedcog.tree import Params, State
 
 FORMAT = 1
@@ -39,6 +40,11 @@ class Checkpoint(NamedTuple):
     server: State
     clients: Params
     about: dict[str, Any]
+
+    @property
+    def known(self) -> set[int]:
+        """The clients that have taken part."""
+        return {int(name.split("::")[0]) for name in self.clients}
 
 
 class RunDirectory:
@@ -74,27 +80,39 @@ class RunDirectory:
         """The experiment this run is of."""
         if not self.exists():
             raise RecordError(f"there is no run in {self.path}: experiment.toml is missing.")
-        return read_experiment(read_toml(self.path / "experiment.toml"))
+        try:
+            return read_recorded(read_toml(self.path / "experiment.toml"))
+        except ConfigError as error:
+            raise RecordError(f"{self.path / 'experiment.toml'} is damaged: {' '.join(error.faults)}") from error
 
     def begin(self, experiment: Experiment, provenance: dict[str, Any]) -> None:
         """Say what this run is of."""
+        for left in self.path.glob(".*.part"):  # of a write that was killed
+            left.unlink(missing_ok=True)
         self._write("provenance.json", json.dumps(provenance, indent=1).encode())
         self._write("experiment.toml", experiment.to_toml().encode())
 
     def provenance(self) -> dict[str, Any]:
         """Where the run came from; empty where nobody wrote it down."""
         try:
-            found: dict[str, Any] = json.loads((self.path / "provenance.json").read_text())
-            return found
-        except (OSError, ValueError):
+            found = json.loads((self.path / "provenance.json").read_text())
+        except (OSError, ValueError, RecursionError):
             return {}
+        return found if isinstance(found, dict) else {}
 
     def lines(self) -> list[dict[str, Any]]:
         """What happened, round by round; a line cut short by a kill does not count."""
+        file = self.path / "rounds.jsonl"
         try:
-            return [json.loads(line) for line in self._whole_lines()]
-        except ValueError as error:
-            raise RecordError(f"{self.path / 'rounds.jsonl'} is damaged: {error}.") from error
+            lines = [json.loads(line) for line in self._whole_lines()]
+        except (ValueError, RecursionError) as error:
+            raise RecordError(f"{file} is damaged: {error}.") from error
+        for number, line in enumerate(lines, 1):
+            if not (isinstance(line, dict) and line.get("round") == number and isinstance(line.get("local"), list)):
+                raise RecordError(f"{file} is damaged: line {number} is not that of round {number}.")
+            if not isinstance(line.get("accuracy", 0.0), float | int | None):
+                raise RecordError(f"{file} is damaged: line {number} has an accuracy that is no number.")
+        return lines
 
     def append(self, line: dict[str, Any]) -> None:
         """Add a round."""
@@ -117,7 +135,7 @@ class RunDirectory:
     def save(self, checkpoint: Checkpoint) -> None:
         """Replace the checkpoint, or leave the old one as it was."""
         flat = tree.flatten({"server": checkpoint.server})
-        flat |= {f"clients/{name}": value for name, value in checkpoint.clients.items()}
+        flat |= {f"clients::{name}": value for name, value in checkpoint.clients.items()}
         about = {"format": FORMAT, "round": checkpoint.round} | checkpoint.about
         self._tensors("checkpoint.safetensors", flat, about)
 
@@ -132,11 +150,15 @@ class RunDirectory:
                     f"{self.path / 'checkpoint.safetensors'} was written in another format: use the version of fedcog "
                     "that wrote it (see provenance.json)."
                 )
-            round = int(about.pop("round"))
-            state = tree.unflatten({name: value for name, value in flat.items() if name.startswith("server/")})
-            clients = {name[8:]: value for name, value in flat.items() if name.startswith("clients/")}
-            return Checkpoint(round, {"buffers": {}} | state["server"], clients, about)
-        except (KeyError, TypeError, ValueError) as error:
+            round = about.pop("round")
+            if type(round) is not int or round < 0:
+                raise ValueError("a checkpoint counts its rounds")
+            state = tree.unflatten({name: value for name, value in flat.items() if name.startswith("server::")})
+            clients = {name[9:]: value for name, value in flat.items() if name.startswith("clients::")}
+            checkpoint = Checkpoint(round, {"buffers": {}} | state["server"], clients, about)
+            assert all(client >= 0 for client in checkpoint.known)
+            return checkpoint
+        except (KeyError, TypeError, ValueError, AssertionError) as error:
             raise RecordError(f"{self.path / 'checkpoint.safetensors'} is not a checkpoint of fedcog's.") from error
 
     def save_federation(self, tensors: Params, about: dict[str, Any]) -> None:
@@ -161,8 +183,10 @@ class RunDirectory:
         try:
             with safe_open(self.path / name, "pt") as file:
                 about = json.loads((file.metadata() or {}).get("about", "{}"))
+                if not isinstance(about, dict):
+                    raise ValueError("what it says about itself is no table")
                 return {key: file.get_tensor(key) for key in sorted(file.keys())}, about
-        except (OSError, SafetensorError, ValueError) as error:
+        except (OSError, SafetensorError, ValueError, RecursionError) as error:
             raise RecordError(
                 f"cannot read {self.path / name}: {error}. The file is damaged; start again with another --out."
             ) from error
@@ -175,8 +199,10 @@ class RunDirectory:
     def _whole_lines(self) -> list[bytes]:
         try:
             content = (self.path / "rounds.jsonl").read_bytes()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
+        except OSError as error:
+            raise RecordError(f"cannot read {self.path / 'rounds.jsonl'}: {error.strerror or error}.") from error
         return [line for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
 
     def _write(self, name: str, content: bytes) -> None:
@@ -220,6 +246,11 @@ def _replace(final: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, final)
+        folder = os.open(final.parent, os.O_RDONLY)  # or the new name may not survive a power cut
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
     finally:
         beside.unlink(missing_ok=True)
 

@@ -16,7 +16,7 @@ import fedcog
 from fedcog import tree
 from fedcog.data import Dataset
 from fedcog.experiments.config import Experiment, name_of
-from fedcog.experiments.prepare import Prepared, threads
+from fedcog.experiments.prepare import Prepared, surroundings
 from fedcog.experiments.record import Checkpoint, RecordError, RunDirectory
 from fedcog.federation.rounds import federate
 from fedcog.models import build
@@ -28,13 +28,17 @@ class Interrupted(Exception):
     """A run that was asked to stop, and did so after a whole round."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Run:
     """A run as it was recorded."""
 
     path: Path
     experiment: Experiment
     lines: list[dict[str, Any]]
+
+    def __repr__(self) -> str:
+        scores = f", last {self.last:.4f}, best {self.best:.4f}" if self.accuracies else ""
+        return f"Run({str(self.path)!r}, {name_of(self.experiment.algorithm)}, {len(self.lines)} rounds{scores})"
 
     @property
     def accuracies(self) -> list[tuple[int, float]]:
@@ -76,9 +80,11 @@ def run(
         own |= {"partition": "given", "clients": len(data.indices)}
     experiment = dataclasses.replace(experiment, **own)
     directory = RunDirectory(out or default_out(experiment))
-    with directory.locked(), threads(experiment.threads):
+    with directory.locked(), surroundings(experiment.threads):
         if directory.exists():
             _check_same(directory, experiment, resume)
+        elif directory.load() is not None or directory.lines():
+            raise RecordError(f"{directory.path} holds a run whose experiment.toml is gone: choose another --out.")
         prepared = Prepared(experiment, data, model)
         start = _restore(directory, prepared) if directory.exists() else 0
         directory.begin(experiment, directory.provenance() or _provenance(command, prepared.device))
@@ -124,10 +130,13 @@ def load(path: str | Path, model: nn.Module | None = None) -> nn.Module:
     trained = {name for name, value in model.named_parameters() if value.requires_grad}
     if not trained <= weights.keys() <= known:
         raise RecordError(f"the network given is not the one the run in {path} trained: its parameters differ in name.")
-    try:
-        model.to(getattr(torch, experiment.precision)).load_state_dict(weights, strict=False)
-    except RuntimeError as error:
-        raise RecordError(f"the network given is not the one the run in {path} trained: {error}") from error
+    model = model.to(getattr(torch, experiment.precision))
+    places = dict(model.named_parameters()) | dict(model.named_buffers())
+    for name, value in weights.items():
+        if places[name].shape != value.shape:
+            raise RecordError(f"the network given is not the one the run in {path} trained: '{name}' differs in shape.")
+        with torch.no_grad():
+            places[name].copy_(value)
     return model.eval()
 
 
@@ -151,7 +160,8 @@ def _check_same(directory: RunDirectory, experiment: Experiment, resume: bool) -
         )
     if there.identity != experiment.identity:
         mine, theirs = experiment.to_dict(), there.to_dict()
-        differ = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
+        free = {field.name for field in dataclasses.fields(there) if not field.metadata.get("identity", True)}
+        differ = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key) and key not in free]
         raise RecordError(
             f"{directory.path} belongs to another experiment: {', '.join(differ)} differ. Choose another --out, or "
             "leave those settings as they were."
@@ -169,16 +179,28 @@ def _restore(directory: RunDirectory, prepared: Prepared) -> int:
             "would take some away. Choose another --out."
         )
     about = prepared.about()
-    if checkpoint.about.get("experiment") != about["experiment"] or checkpoint.about.get("data") != about["data"]:
+    for key, what in {
+        "experiment": "by another experiment",
+        "data": "on other data",
+        "network": "of another network",
+    }.items():
+        if checkpoint.about.get(key) != about[key]:
+            file = directory.path / "checkpoint.safetensors"
+            raise RecordError(f"{file} was made {what} than this: choose another --out.")
+    newcomer = tree.flatten(
+        prepared.experiment.algorithm.client_init(prepared.experiment.algorithm.broadcast(prepared.server))
+    )
+    whole = tree.flatten(prepared.server) | {
+        f"clients::{client}::{name}": value for client in checkpoint.known for name, value in newcomer.items()
+    }
+    found = tree.flatten(checkpoint.server) | {f"clients::{name}": value for name, value in checkpoint.clients.items()}
+    if {name: (value.shape, value.dtype) for name, value in whole.items()} != {
+        name: (value.shape, value.dtype) for name, value in found.items()
+    }:
         raise RecordError(
-            f"{directory.path / 'checkpoint.safetensors'} was made by another experiment or on other data than this: "
-            "choose another --out."
+            f"{directory.path / 'checkpoint.safetensors'} does not fit this network: choose another --out."
         )
-    fresh, found = prepared.server, checkpoint.server
-    shapes = [{name: value.shape for name, value in tree.flatten(state).items()} for state in (fresh, found)]
-    if shapes[0] != shapes[1]:
-        raise RecordError(f"{directory.path / 'checkpoint.safetensors'} is of another network: choose another --out.")
-    prepared.server = tree.to(found, prepared.device)
+    prepared.server = tree.to(checkpoint.server, prepared.device)
     prepared.backend.store.restore(tree.to(checkpoint.clients, prepared.device))
     return checkpoint.round
 

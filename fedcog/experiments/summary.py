@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from fedcog.experiments.config import name_of
+from fedcog.experiments.config import Experiment, name_of
 from fedcog.experiments.run import Run
 
 
@@ -44,19 +44,24 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def group(runs: Sequence[Run]) -> list[Group]:
-    """The runs by experiment, in the order they come; a label names the algorithm, and what else tells groups apart."""
+    """The runs by experiment, in the order they come."""
     found: dict[str, list[Run]] = {}
-    for run in runs:
-        found.setdefault(repr(_but_seed(run)), []).append(run)
-    flat = [_flat(_but_seed(members[0])) for members in found.values()]
-    names = [name_of(members[0].experiment.algorithm) for members in found.values()]
+    for run in {run.path: run for run in runs}.values():
+        found.setdefault(repr(_but_seed(run.experiment)), []).append(run)
+    names = labels([members[0].experiment for members in found.values()])
+    return [Group(label, members) for label, members in zip(names, found.values(), strict=True)]
+
+
+def labels(experiments: Sequence[Experiment]) -> list[str]:
+    """What tells experiments apart: the algorithm's name, and the settings that differ between them."""
+    flat = [_flat(_but_seed(experiment)) for experiment in experiments]
     keys = {key for settings in flat for key in settings} - {"algorithm"}
     telling = sorted(key for key in keys if len({repr(settings[key]) for settings in flat if key in settings}) > 1)
-    labels = []
-    for name, settings in zip(names, flat, strict=True):
+    found = []
+    for experiment, settings in zip(experiments, flat, strict=True):
         differs = ", ".join(f"{key} {settings[key]}" for key in telling if key in settings)
-        labels.append(f"{name} ({differs})" if differs and (names.count(name) > 1 or len(telling) > 0) else name)
-    return [Group(label, members) for label, members in zip(labels, found.values(), strict=True)]
+        found.append(name_of(experiment.algorithm) + (f" ({differs})" if differs else ""))
+    return found
 
 
 def rounds_to(run: Run, target: float) -> int | None:
@@ -64,10 +69,10 @@ def rounds_to(run: Run, target: float) -> int | None:
     return next((round for round, accuracy in run.accuracies if accuracy >= target), None)
 
 
-def _but_seed(run: Run) -> dict[str, Any]:
+def _but_seed(experiment: Experiment) -> dict[str, Any]:
     """The settings that matter to the results, but for the seed."""
-    free = {field.name for field in dataclasses.fields(run.experiment) if not field.metadata.get("identity", True)}
-    return {key: value for key, value in run.experiment.to_dict().items() if key not in free - {"rounds"} | {"seed"}}
+    free = {field.name for field in dataclasses.fields(experiment) if not field.metadata.get("identity", True)}
+    return {key: value for key, value in experiment.to_dict().items() if key not in free - {"rounds"} | {"seed"}}
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:

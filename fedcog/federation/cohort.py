@@ -14,7 +14,7 @@ from fedcog.data.federated import FederatedData, Plan
 from fedcog.federation import evaluate
 from fedcog.federation.evaluate import Each
 from fedcog.federation.optimiser import Motion, Optimiser, clip
-from fedcog.models import Model
+from fedcog.models import Model, ModelError
 from fedcog.task import Task
 from fedcog.tree import Params, State
 
@@ -70,7 +70,13 @@ class Cohort:
     ) -> Outcome:
         """One round of all members; with `score`, their local models are also tried on the test set."""
         if self.mapping == "vmap":
-            return self._train(vmap, _functional, algorithm, shared, members, round, lr, score)
+            try:
+                return self._train(vmap, _functional, algorithm, shared, members, round, lr, score)
+            except RuntimeError as error:
+                if "vmap" not in str(error) and "functorch" not in str(error):
+                    raise
+                reason = str(error).strip().splitlines()[0]
+                raise ModelError(f"clients cannot be trained together here ({reason}): set --mapping loop.") from error
         ones = [members.one(row) for row in range(len(members.number))]
         done = [self._train(_alone, _autograd, algorithm, shared, one, round, lr, score) for one in ones]
         total = done[0].total

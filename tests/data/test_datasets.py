@@ -64,7 +64,7 @@ def test_a_sound_data_set_knows_its_input_shape() -> None:
         ({"train_x": torch.zeros(4, 1, 2, 2, dtype=torch.int64)}, "train_x is int64"),
         ({"train_x": torch.full((4, 1, 2, 2), torch.nan)}, "train_x holds NaN"),
         ({"train_x": torch.zeros(4, 3)}, "leave both empty"),
-        ({"users": torch.tensor([0, 1])}, "users is int64 [2]"),
+        ({"users": torch.tensor([0, 1])}, "users names 2 owners"),
         ({"users": torch.tensor([0, 1, 2, -1])}, "number the users from 0"),
         ({"indices": ()}, "indices is empty"),
         ({"indices": (torch.tensor([0]), torch.tensor([], dtype=torch.int64))}, "client 1 are empty"),
@@ -349,3 +349,17 @@ def test_digits() -> None:
     scaled = data.train_x.double() / 255
     assert data.mean[0] == pytest.approx(float(scaled.mean()))
     assert data.std[0] == pytest.approx(float(scaled.std(correction=0)))
+
+
+def test_layouts_and_labels_that_are_probably_not_meant() -> None:
+    x, y = np.zeros((6, 16, 16, 3), np.float32), np.arange(6) % 3
+    with pytest.raises(DataError, match="channels last"):
+        from_arrays(x, y, x, y)
+    flat = np.zeros((6, 4), np.float32)
+    with pytest.raises(DataError, match="labels count from 0"):
+        from_arrays(flat, y + 1, flat, y + 1)
+    from_arrays(flat, y + 1, flat, y + 1, classes=["nothing", "a", "b", "c"])
+    with pytest.raises(DataError, match="argmax"):
+        from_arrays(flat, np.eye(3)[y], flat, np.eye(3)[y])
+    with pytest.raises(DataError, match=r"give \[n, 1\]"):
+        from_arrays(np.zeros(6, np.float32), y, np.zeros(6, np.float32), y)

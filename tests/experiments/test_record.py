@@ -102,7 +102,7 @@ def test_checkpoints_between_rounds_forget_the_rounds_after_them(whole: tuple[Pa
     run = tmp_path / "run"
     assert finish(str(run), None, {"rounds": 4}) == 0
     with open(run / "rounds.jsonl", "a") as file:
-        file.write('{"round": 5, "accuracy": 0.99}\n{"round": 6, "accu')
+        file.write('{"round": 5, "accuracy": 0.99, "local": []}\n{"round": 6, "accu')
     assert finish(str(run)) == 0
     same(run, whole[0])
 
@@ -179,6 +179,9 @@ def test_other_data_are_refused(tmp_path: Path) -> None:
     fedcog.run(experiment, tmp_path / "run", data=data(0), report=False)
     with pytest.raises(RecordError, match="on other data"):
         fedcog.run(experiment, tmp_path / "run", data=data(1), resume=True, report=False)
+    other = dataclasses.replace(data(0), train_x=-data(0).train_x)
+    with pytest.raises(RecordError, match="on other data"):
+        fedcog.run(experiment, tmp_path / "run", data=other, resume=True, report=False)
 
 
 def test_two_runs_in_one_directory(tmp_path: Path) -> None:
@@ -214,3 +217,54 @@ def test_numbers_that_are_none_become_null(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     directory.append({"round": 1, "loss": float("nan"), "local": [{"loss": float("inf")}]})
     assert directory.lines() == [{"round": 1, "loss": None, "local": [{"loss": None}]}]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"foo": 1}',
+        "3",
+        '{"round": 2, "local": []}',
+        '{"round": 1, "local": null}',
+        '{"round": 1, "local": [], "accuracy": "good"}',
+        "[" * 100_000,
+        "\x00\xff",
+    ],
+)
+def test_a_damaged_record_is_refused_before_anything_happens(line: str, tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.begin(TINY, {})
+    (tmp_path / "rounds.jsonl").write_text(line + "\n")
+    before = snapshot(tmp_path)
+    with pytest.raises(RecordError, match=r"rounds\.jsonl is damaged"):
+        fedcog.run(TINY, tmp_path, resume=True, report=False)
+    assert snapshot(tmp_path) | {".lock": b""} == before | {".lock": b""}
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(whole: tuple[Path, float], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert finish(str(run), None, {"rounds": 3}) == 0
+    directory = RunDirectory(run)
+    good = directory.load()
+    assert good is not None
+    name = next(iter(good.clients))
+    for spoilt in (
+        good._replace(clients=good.clients | {name: torch.zeros(3)}),
+        good._replace(clients={key: value for key, value in good.clients.items() if key != name}),
+        good._replace(clients=good.clients | {"x::y": torch.zeros(3)}),
+        good._replace(server=good.server | {"params": {k: v.double() for k, v in good.server["params"].items()}}),
+        good._replace(round=-1),
+    ):
+        directory.save(spoilt)
+        with pytest.raises(RecordError, match=r"checkpoint\.safetensors"):
+            fedcog.run(TINY, run, resume=True, report=False)
+
+
+def test_a_run_whose_experiment_is_gone_is_left_alone(whole: tuple[Path, float], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert finish(str(run), None, {"rounds": 3}) == 0
+    (run / "experiment.toml").unlink()
+    before = snapshot(run)
+    with pytest.raises(RecordError, match=r"experiment\.toml is gone"):
+        fedcog.run(TINY, run, report=False)
+    assert snapshot(run) == before

@@ -102,7 +102,7 @@ def test_your_own_network_trains_and_comes_back(name: str, tmp_path: Path) -> No
 def test_a_network_that_does_not_fit_is_refused_before_round_1(tmp_path: Path) -> None:
     with pytest.raises(fedcog.ModelError, match="does not take inputs"):
         fedcog.run(TINY, tmp_path / "run", data=blobs(), model=nn.Linear(6, 3), report=False)
-    with pytest.raises(fedcog.ModelError, match="draws random numbers"):
+    with pytest.raises(fedcog.ModelError, match="draw random numbers"):
         fedcog.run(
             TINY, tmp_path / "run", data=blobs(), model=nn.Sequential(nn.Linear(5, 3), nn.Dropout()), report=False
         )
@@ -171,9 +171,142 @@ def test_compare_runs_all_and_goes_on_where_it_was(tmp_path: Path) -> None:
         "fedprox/seed-1",
     ]
     lines: list[Any] = []
+    assert len(compare([*experiments, TINY], [0, 1, 1], tmp_path / "all")) == 4, "twice the same is once"
     again = compare(experiments, [0, 1, 2], tmp_path / "all", watch=lambda experiment, line: lines.append(line))
     assert len(again) == 6 and len(lines) == 4  # two rounds of the new seed for each algorithm
     assert (tmp_path / "all" / "report.html").exists()
+
+
+class Masked(nn.Module):
+    """An infinite constant, a statistic that no state_dict holds, and a name with a slash."""
+
+    mask: torch.Tensor
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_module("a/b", nn.Linear(5, 3))
+        self.register_buffer("mask", torch.tensor([0.0, -float("inf")]))
+        self.register_buffer("seen", torch.zeros(5), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.seen.mul_(0.9).add_(0.1 * x.mean(0))
+        scale = torch.softmax(self.mask, 0)[0]
+        return self.get_submodule("a/b")(x - self.seen) * scale  # type: ignore[no-any-return]
+
+
+def test_odd_buffers_and_names_survive(tmp_path: Path) -> None:
+    with torch.random.fork_rng():
+        done = fedcog.run(TINY, tmp_path / "run", data=blobs(), model=Masked(), report=False)
+    assert all(line["loss"] is not None for line in done.lines)
+    model = fedcog.load(tmp_path / "run", model=Masked())
+    assert model.mask.tolist() == [0.0, -float("inf")]  # type: ignore[operator, union-attr]
+    assert float(model.seen.abs().max()) > 0  # type: ignore[operator, union-attr, arg-type]
+    assert accuracy_elsewhere(model, blobs()) == pytest.approx(done.last, abs=1e-12)
+    longer = dataclasses.replace(TINY, rounds=3)
+    fedcog.run(longer, tmp_path / "run", data=blobs(), model=Masked(), resume=True, report=False)
+    more = dataclasses.replace(TINY, rounds=4)
+    with pytest.raises(RecordError, match="of another network"):
+        fedcog.run(more, tmp_path / "run", data=blobs(), model=nn.Linear(5, 3), resume=True, report=False)
+
+
+def test_the_callers_torch_settings_matter_not_and_are_kept(tmp_path: Path) -> None:
+    expected = fedcog.run(TINY, tmp_path / "plain", report=False).lines[-1]["loss"]
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+            done = fedcog.run(dataclasses.replace(TINY, threads=2), tmp_path / "odd", report=False)
+        assert torch.get_default_dtype() == torch.float64 and torch.get_num_threads() == 1
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert done.lines[-1]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_your_data_are_not_written_to(tmp_path: Path) -> None:
+    data = blobs()
+    before = data.test_x.clone()
+    fedcog.run(TINY, tmp_path / "run", data=data, report=False)
+    assert torch.equal(before, data.test_x)
+
+
+def test_what_vmap_cannot_do_is_said(tmp_path: Path) -> None:
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) if x.sum() > 0 else self.layer(-x)  # type: ignore[no-any-return]
+
+    with pytest.raises(fedcog.ModelError, match="set --mapping loop"):
+        fedcog.run(
+            dataclasses.replace(TINY, mapping="vmap"), tmp_path / "run", data=blobs(), model=Branching(), report=False
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Lazy(fedcog.Algorithm):
+    """FedAvg that only goes part of the way."""
+
+    share: float = 0.5
+
+    def server_update(self, server: Any, total: Any) -> Any:
+        return super().server_update(server, total | {"weight": total["weight"] / self.share})
+
+
+@pytest.mark.parametrize(
+    "algorithm", [Lazy(), FedCOG(Lazy(0.25), count=6, steps=2, start_round=1)], ids=["own", "in cog"]
+)
+def test_your_own_algorithm_is_recorded_read_and_continued(algorithm: fedcog.Algorithm, tmp_path: Path) -> None:
+    experiment = dataclasses.replace(TINY, algorithm=algorithm)
+    done = fedcog.run(experiment, tmp_path / "run")
+    assert (tmp_path / "run/report.html").exists()
+    again = fedcog.read(tmp_path / "run")
+    assert again.experiment.to_dict() == experiment.to_dict() and again.last == done.last
+    longer = fedcog.run(dataclasses.replace(experiment, rounds=3), tmp_path / "run", resume=True, report=False)
+    assert len(longer.lines) == 3
+    fedcog.load(tmp_path / "run")
+    other = dataclasses.replace(TINY, algorithm=Lazy(0.1))
+    with pytest.raises(RecordError, match="another experiment"):
+        fedcog.run(other, tmp_path / "run", resume=True, report=False)
+    from fedcog.cli import main
+
+    assert main(["run", "--resume", str(tmp_path / "run")]) == 2
+
+
+def test_settings_that_could_not_be_recorded_are_refused() -> None:
+    class Careless(fedcog.Algorithm):
+        def __init__(self, share: float = 0.5) -> None:
+            pass
+
+    @dataclasses.dataclass(frozen=True)
+    class Odd(fedcog.Algorithm):
+        shares: tuple[float, ...] = (0.5,)
+
+    for algorithm, reason in (
+        (Careless(), "is no dataclass"),
+        (Odd(), "shares is neither"),
+        ("fedavg", "no Algorithm"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            Experiment(algorithm=algorithm)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=reason):
+            Experiment(algorithm=FedCOG(algorithm))  # type: ignore[arg-type]
+
+
+def test_compare_tells_settings_of_one_algorithm_apart(tmp_path: Path) -> None:
+    one, other = (dataclasses.replace(TINY, rounds=1, algorithm=FedProx(mu=mu)) for mu in (0.1, 0.2))
+    runs = compare([one, other], [0], tmp_path / "c")
+    assert [run.path.parent.name for run in runs] == ["fedprox_fedprox.mu_0.1", "fedprox_fedprox.mu_0.2"]
+    assert [found.label for found in fedcog.group(runs)] == ["fedprox (fedprox.mu 0.1)", "fedprox (fedprox.mu 0.2)"]
+
+
+def test_short_words_for_long_things(tmp_path: Path) -> None:
+    assert repr(blobs()) == "Dataset('custom', 200 + 40 examples of float32 [5], 3 classes)"
+    done = fedcog.run(TINY, tmp_path / "run", report=False)
+    assert repr(done).endswith(f"fedavg, 2 rounds, last {done.last:.4f}, best {done.best:.4f})")
 
 
 def test_a_diverging_run_is_recorded_as_it_is(tmp_path: Path) -> None:

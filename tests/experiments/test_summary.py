@@ -11,7 +11,7 @@ from fedcog.experiments.summary import group, rounds_to, spread
 
 def run(accuracies: list[float], **changes: Any) -> Run:
     lines = [{"round": number + 1, "accuracy": accuracy} for number, accuracy in enumerate(accuracies)]
-    return Run(Path("x"), dataclasses.replace(Experiment(), **changes), lines)
+    return Run(Path(f"{changes}"), dataclasses.replace(Experiment(), **changes), lines)
 
 
 def test_last_and_best_over_seeds() -> None:

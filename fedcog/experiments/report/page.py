@@ -180,6 +180,7 @@ def _accuracy(groups: Sequence[Group]) -> str:
     if loss:
         drawn += figure(
             figures.curves_figure(loss, "training loss", size=(4.0, 3.3), marks=wakes),
-            "Loss in local training, averaged over the round's clients by their weight.",
+            "Loss in local training, averaged over the round's clients by their weight."
+            + (" Once FedCOG generates, it is the weighted sum of two losses: another scale." if wakes else ""),
         )
     return f'<div class="figures uneven">{drawn}</div>'

@@ -32,7 +32,7 @@ def partition(runs: Sequence[Run], federations: Sequence[Federation]) -> str:
         caption = (
             f"Training examples per client and class (white: none), and each client's total above. "
             f"{int(counts.sum()):,} examples, {counts.shape[0]} clients, {counts.shape[1]} classes; "
-            f"{members[0].experiment.partition_rule}; seed {listed(seeds)}."
+            f"{members[0].experiment.partition_rule}; {'seeds' if len(seeds) > 1 else 'seed'} {listed(seeds)}."
         )
         drawn += figure(partition_figure(counts, names), caption, _counts(counts, names))
     more = len(found) - PARTITIONS

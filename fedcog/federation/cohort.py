@@ -73,7 +73,7 @@ class Cohort:
             try:
                 return self._train(vmap, _functional, algorithm, shared, members, round, lr, score)
             except RuntimeError as error:
-                if "vmap" not in str(error) and "functorch" not in str(error):
+                if not any(word in str(error) for word in ("vmap", "functorch", "transform")):
                     raise
                 reason = str(error).strip().splitlines()[0]
                 raise ModelError(f"clients cannot be trained together here ({reason}): set --mapping loop.") from error

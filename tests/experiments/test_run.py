@@ -198,15 +198,18 @@ class Masked(nn.Module):
 
 
 def test_odd_buffers_and_names_survive(tmp_path: Path) -> None:
-    with torch.random.fork_rng():
-        done = fedcog.run(TINY, tmp_path / "run", data=blobs(), model=Masked(), report=False)
+    loop = dataclasses.replace(TINY, mapping="loop")
+    done = fedcog.run(loop, tmp_path / "run", data=blobs(), model=Masked(), report=False)
     assert all(line["loss"] is not None for line in done.lines)
     model = fedcog.load(tmp_path / "run", model=Masked())
     assert model.mask.tolist() == [0.0, -float("inf")]  # type: ignore[operator, union-attr]
     assert float(model.seen.abs().max()) > 0  # type: ignore[operator, union-attr, arg-type]
     assert accuracy_elsewhere(model, blobs()) == pytest.approx(done.last, abs=1e-12)
-    longer = dataclasses.replace(TINY, rounds=3)
+    longer = dataclasses.replace(loop, rounds=3)
     fedcog.run(longer, tmp_path / "run", data=blobs(), model=Masked(), resume=True, report=False)
+    vmap = dataclasses.replace(longer, rounds=4, mapping="vmap")
+    with pytest.raises(fedcog.ModelError, match="set --mapping loop"):
+        fedcog.run(vmap, tmp_path / "run", data=blobs(), model=Masked(), resume=True, report=False)
     more = dataclasses.replace(TINY, rounds=4)
     with pytest.raises(RecordError, match="of another network"):
         fedcog.run(more, tmp_path / "run", data=blobs(), model=nn.Linear(5, 3), resume=True, report=False)

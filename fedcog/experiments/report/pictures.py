@@ -52,8 +52,8 @@ def _pictures(run: Run, round: int, shown: dict[str, Tensor]) -> str:
     head = "".join(f'<th scope="col">{text(name)}</th>' for name in names)
     caption = (
         f"What {maker} generated in round {round} ({readings.name(run)}, seed {run.experiment.seed}): from noise, "
-        f"step by step, towards the class named above each column. {real} To the eye they may stay noise: they are made "
-        "to convince the global model, not people."
+        f"step by step, towards the class named above each column. {real} To the eye they may stay noise: they are "
+        "made to convince the global model, not people."
     )
     return (
         f'<figure><table class="pictures"><thead><tr><td></td>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'

@@ -1,7 +1,15 @@
-"""One thread: small tensors are several times slower on more."""
+"""One thread: small tensors are several times slower on more. Hypothesis without a stop-watch: machines are busy."""
+
+import os
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "fedcog", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ
+)
+settings.load_profile("fedcog")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,6 +1,7 @@
 """An experiment made ready: its data shared out, its network built, its device found."""
 
 import contextlib
+import functools
 import hashlib
 import json
 from collections.abc import Iterator
@@ -99,6 +100,7 @@ class Prepared:
             found["validation_accuracy"] = evaluate.accuracy(self._hits(server, x, y), self.task.counts(y).cpu())
         return found
 
+    @functools.cached_property
     def about(self) -> dict[str, Any]:
         """What a checkpoint belongs to."""
         return {
@@ -124,6 +126,10 @@ class Prepared:
             "parameters": sum(value.numel() for value in self.model.params.values()),
             "model": self.model_name,
         }
+
+    def shown(self, exhibit: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What a report should show, with inputs as pictures again."""
+        return {name: self.data.pictures(value) if name == "images" else value for name, value in exhibit.items()}
 
     def _hits(self, server: State, x: Tensor, y: Tensor) -> Tensor:
         weights = server["params"] | server["buffers"]

@@ -20,6 +20,7 @@ from fedcog.experiments.prepare import Prepared, surroundings
 from fedcog.experiments.record import Checkpoint, RecordError, RunDirectory
 from fedcog.federation.rounds import federate
 from fedcog.models import build
+from fedcog.tree import State
 
 Watch = Callable[[Experiment, dict[str, Any]], None]
 
@@ -93,13 +94,12 @@ def run(
         done = federate(experiment.algorithm, prepared.backend, prepared, prepared.schedule, prepared.server, start)
         for line, server, exhibit in done:
             if exhibit:
-                shown = exhibit | {"images": prepared.data.pictures(exhibit["images"])}
-                directory.save_exhibit(line["round"], shown)
+                directory.save_exhibit(line["round"], prepared.shown(exhibit))
             directory.append(line)
             stop = stopping is not None and stopping() and line["round"] < experiment.rounds
             if line["round"] % experiment.checkpoint_every == 0 or line["round"] == experiment.rounds or stop:
                 clients = prepared.backend.store.flatten()
-                directory.save(Checkpoint(line["round"], server, clients, prepared.about()))
+                directory.save(Checkpoint(line["round"], server, clients, prepared.about))
             if watch:
                 watch(experiment, line)
             if stop:
@@ -178,31 +178,29 @@ def _restore(directory: RunDirectory, prepared: Prepared) -> int:
             f"the run in {directory.path} has {checkpoint.round} rounds already: --rounds {prepared.experiment.rounds} "
             "would take some away. Choose another --out."
         )
-    about = prepared.about()
     for key, what in {
         "experiment": "by another experiment",
         "data": "on other data",
         "network": "of another network",
     }.items():
-        if checkpoint.about.get(key) != about[key]:
+        if checkpoint.about.get(key) != prepared.about[key]:
             file = directory.path / "checkpoint.safetensors"
             raise RecordError(f"{file} was made {what} than this: choose another --out.")
-    newcomer = tree.flatten(
-        prepared.experiment.algorithm.client_init(prepared.experiment.algorithm.broadcast(prepared.server))
-    )
-    whole = tree.flatten(prepared.server) | {
-        f"clients::{client}::{name}": value for client in checkpoint.known for name, value in newcomer.items()
-    }
-    found = tree.flatten(checkpoint.server) | {f"clients::{name}": value for name, value in checkpoint.clients.items()}
-    if {name: (value.shape, value.dtype) for name, value in whole.items()} != {
-        name: (value.shape, value.dtype) for name, value in found.items()
-    }:
+    algorithm = prepared.experiment.algorithm
+    newcomer = algorithm.client_init(algorithm.broadcast(prepared.server))
+    clients = {str(client): newcomer for client in checkpoint.known}
+    if _forms(prepared.server, clients) != _forms(checkpoint.server, tree.unflatten(checkpoint.clients)):
         raise RecordError(
             f"{directory.path / 'checkpoint.safetensors'} does not fit this network: choose another --out."
         )
     prepared.server = tree.to(checkpoint.server, prepared.device)
     prepared.backend.store.restore(tree.to(checkpoint.clients, prepared.device))
     return checkpoint.round
+
+
+def _forms(*states: State) -> list[dict[str, tuple[torch.Size, torch.dtype]]]:
+    """What states look like from outside: their tensors' names, shapes and types."""
+    return [{name: (value.shape, value.dtype) for name, value in tree.flatten(state).items()} for state in states]
 
 
 def _provenance(command: str | None, device: torch.device) -> dict[str, Any]:

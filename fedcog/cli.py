@@ -16,7 +16,7 @@ from fedcog import console, flags
 from fedcog.data import SOURCES, DataError, PartitionError, sources
 from fedcog.experiments import record
 from fedcog.experiments.compare import compare, places
-from fedcog.experiments.config import Experiment, name_of, read_experiment
+from fedcog.experiments.config import Experiment, read_experiment
 from fedcog.experiments.prepare import check_ready, check_runnable, share_out
 from fedcog.experiments.record import RecordError, RunDirectory
 from fedcog.experiments.run import Interrupted, default_out, read, run
@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (DataError, PartitionError, ModelError, RecordError) as error:
         return console.faults([str(error)])
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "memory" not in str(error) and "size" not in str(error):
+        signs = ("out of memory", "allocate memory", "Storage size calculation overflowed")
+        if not isinstance(error, MemoryError) and not any(sign in str(error) for sign in signs):
             raise
         reason = str(error).strip().splitlines()[0]
         return console.faults([f"out of memory ({reason}): lower --local-steps, --batch-size or --fedcog.count."])
@@ -82,26 +83,24 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
 
 def _compare(options: argparse.Namespace, rest: list[str]) -> int:
     values, faults = flags.given(options, rest)
-    found, unready = dict[str, Experiment](), list[str]()
+    experiments, unready = list[Experiment](), list[str]()
     if options.fedcog or options.algorithm is not None or options.seed is not None:
         faults.append("compare takes --algorithms and --seeds, not --algorithm, --fedcog or --seed.")
     if not options.algorithms:
         faults.append("compare needs at least one algorithm, such as: --algorithms fedavg fedprox fedprox+fedcog.")
     for name in options.algorithms or []:
         try:
-            experiment = read_experiment(values | {"algorithm": name})
-            found[name_of(experiment.algorithm)] = experiment
+            experiments.append(read_experiment(values | {"algorithm": name}))
         except ConfigError as error:
             unready += [fault for fault in error.faults if fault not in unready]
-    experiments = list(found.values())
     seeds = _seeds(options.seeds, faults)
     if experiments and not faults and not unready:
         unready = check_ready(experiments[0])
     if faults or unready:
         raise ConfigError(faults + unready)
     out = Path(options.out or Path("runs") / f"compare-{experiments[0].dataset}")
-    total = sum(experiment.rounds for experiment in experiments) * len(seeds)
-    done = sum(_recorded(place) for _, place in places(out, experiments, seeds))
+    planned = places(out, experiments, seeds)
+    total, done = sum(experiment.rounds for experiment, _ in planned), sum(_recorded(place) for _, place in planned)
     with console.Progress(total, done, options.style) as progress:
         console.comparison(experiments, seeds, out, options.style)
         with _onward(_command(options)):

@@ -247,6 +247,15 @@ def test_resume_keeps_the_settings_and_refuses_others(capsys: pytest.CaptureFixt
     assert main(["run", "--resume", "x"]) == 0
 
 
+def test_only_a_lack_of_memory_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stumble(*anything: object) -> None:
+        raise RuntimeError("The size of tensor a (3) must match the size of tensor b (4)")
+
+    monkeypatch.setattr(console, "catalogue", stumble)
+    with pytest.raises(RuntimeError, match="must match"):
+        main(["list"])
+
+
 def test_a_reader_that_had_enough() -> None:
     done = subprocess.run(
         f"{sys.executable} -m fedcog list | head -1", shell=True, capture_output=True, text=True, timeout=60

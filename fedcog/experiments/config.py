@@ -25,6 +25,14 @@ class Recorded(Algorithm):
 
 
 @dataclass(frozen=True)
+class RecordedWrapper(Wrapper):
+    """The same of a wrapper of somebody's own."""
+
+    name: str = ""
+    own: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
 class Experiment:
     """Everything that decides what a run computes. Defaults are the paper's."""
 
@@ -80,7 +88,7 @@ class Experiment:
                     f"{layer!r} is no Algorithm: give FedCOG(FedProx()), say, or make_algorithm('fedprox+fedcog')."
                 )
                 continue
-            if not isinstance(layer, Recorded):
+            if not isinstance(layer, Recorded | RecordedWrapper):
                 faults += [f"{name}: {trouble}" for trouble in settings.unsound(type(layer), besides={"inner"})]
                 faults += settings.read(type(layer), own_settings(layer), f"{name}.")[1]
         named = [name for name, _ in layers(self.algorithm)]
@@ -103,7 +111,7 @@ class Experiment:
         return values
 
     def to_toml(self) -> str:
-        """All settings as a TOML file that `from_toml` reads."""
+        """All settings as a TOML file that `read_toml` reads."""
         values = self.to_dict()
         lines = [f"{key} = {_toml(value)}" for key, value in values.items() if not isinstance(value, dict)]
         for name, table in values.items():
@@ -135,14 +143,16 @@ def _toml(value: Any) -> str:
 def layers(algorithm: Algorithm) -> list[tuple[str, Algorithm]]:
     """An algorithm and those inside it, outermost first, each with its name."""
     names = {cls: name for name, cls in ALGORITHMS.items()}
-    name = algorithm.name if isinstance(algorithm, Recorded) else names.get(type(algorithm), type(algorithm).__name__)
+    name = names.get(type(algorithm), type(algorithm).__name__)
+    if isinstance(algorithm, Recorded | RecordedWrapper):
+        name = algorithm.name
     inside = layers(algorithm.inner) if isinstance(algorithm, Wrapper) else []
     return [(name, algorithm), *inside]
 
 
 def own_settings(layer: Algorithm) -> dict[str, Any]:
     """The settings of one layer, by name."""
-    if isinstance(layer, Recorded):
+    if isinstance(layer, Recorded | RecordedWrapper):
         return dict(layer.own)
     return {key: getattr(layer, key) for key in settings.settings(type(layer))}
 
@@ -195,12 +205,13 @@ def read_recorded(values: Mapping[str, Any]) -> Experiment:
     experiment = read_experiment({k: v for k, v in values.items() if k not in {"algorithm", *strangers, *ALGORITHMS}})
     algorithm = Algorithm()
     for place, part in enumerate(str(values["algorithm"]).split("+")):
-        if part in ALGORITHMS and issubclass(ALGORITHMS[part], Wrapper):
-            algorithm = ALGORITHMS[part](inner=algorithm, **_read_table(part, values)[0])  # type: ignore[call-arg]
+        table = values.get(part, {})
+        own = tuple(table.items()) if isinstance(table, Mapping) else ()
+        if part in ALGORITHMS:
+            inside: dict[str, Any] = {"inner": algorithm} if issubclass(ALGORITHMS[part], Wrapper) else {}
+            algorithm = ALGORITHMS[part](**inside, **_read_table(part, values)[0])
         else:
-            name = f"{name_of(algorithm)}+{part}" if place else part
-            table = values.get(part, {})
-            algorithm = Recorded(name, tuple(table.items()) if isinstance(table, Mapping) else ())
+            algorithm = RecordedWrapper(algorithm, part, own) if place else Recorded(part, own)
     return dataclasses.replace(experiment, algorithm=algorithm)
 
 

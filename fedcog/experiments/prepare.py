@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedcog.data import DataError, Dataset, FederatedData, partition, sources
 from fedcog.data.partition import Rule
-from fedcog.experiments.config import Experiment, Recorded, layers
+from fedcog.experiments.config import Experiment, Recorded, RecordedWrapper, layers
 from fedcog.federation import evaluate
 from fedcog.federation.cohort import Cohort
 from fedcog.federation.optimiser import Optimiser
@@ -184,7 +184,7 @@ def find_device(name: str) -> torch.device:
 
 def check_runnable(experiment: Experiment) -> list[str]:
     """What stands in the way of a run read from a record: algorithms that are only names here."""
-    strangers = [name for name, layer in layers(experiment.algorithm) if isinstance(layer, Recorded)]
+    strangers = [name for name, layer in layers(experiment.algorithm) if isinstance(layer, Recorded | RecordedWrapper)]
     return [f"{name} is an algorithm of your own: continue it from Python, fedcog.run(...)." for name in strangers]
 
 

@@ -259,9 +259,22 @@ class Lazy(fedcog.Algorithm):
         return super().server_update(server, total | {"weight": total["weight"] / self.share})
 
 
-@pytest.mark.parametrize(
-    "algorithm", [Lazy(), FedCOG(Lazy(0.25), count=6, steps=2, start_round=1)], ids=["own", "in cog"]
-)
+@dataclasses.dataclass(frozen=True)
+class Patient(fedcog.Wrapper):
+    """Anything, with a setting."""
+
+    patience: int = 3
+
+
+OWN = {
+    "own": Lazy(),
+    "inside": FedCOG(Lazy(0.25), count=6, steps=2, start_round=1),
+    "around": FedCOG(Patient(FedProx(mu=0.5), patience=7), count=6, steps=2, start_round=1),
+    "both": Patient(Lazy(0.75)),
+}
+
+
+@pytest.mark.parametrize("algorithm", OWN.values(), ids=OWN.keys())
 def test_your_own_algorithm_is_recorded_read_and_continued(algorithm: fedcog.Algorithm, tmp_path: Path) -> None:
     experiment = dataclasses.replace(TINY, algorithm=algorithm)
     done = fedcog.run(experiment, tmp_path / "run")

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from fedcog.algorithms import FedAvg
 from fedcog.data import FederatedData, from_arrays
 from fedcog.federation.cohort import Cohort
-from fedcog.federation.optimiser import Optimiser
 from fedcog.federation.simulation import Simulation
 from fedcog.models import Model, build
+from fedcog.optimiser import Optimiser
 from fedcog.task import SingleLabel
 
 BATCH, LR, SIZE = 64, 0.01, 2000

@@ -20,13 +20,15 @@ class Model:
 
     Any `nn.Module` from a batch of inputs to a batch of logits will do. `params` are its trainable parameters by name;
     `buffers` are the floating tensors that training moves otherwise (BatchNorm's running statistics). Both travel; what
-    stands still (frozen weights, tables) stays in the network. `batch` is the smallest batch it will be trained on.
+    stands still (frozen weights, tables) stays in the network. `head` is the name of the linear layer whose outputs are
+    the logits, and features are what goes into it; None where there is no such layer. Weights handed in may hold more
+    than the network's: what others have added is let lie. `batch` is the smallest batch it will be trained on.
     """
 
     def __init__(self, module: nn.Module, input_shape: tuple[int, ...], classes: int, batch: int = 4) -> None:
         if not isinstance(module, nn.Module):
             raise ModelError(f"{module!r} is not an nn.Module: give an instance, such as MyNet().")
-        moving = _refuse_what_cannot_work(module, input_shape, classes, min(batch, 4))
+        moving, self.head = _refuse_what_cannot_work(module, input_shape, classes, min(batch, 4))
         self.input_shape, self.classes = tuple(input_shape), classes
         module = copy.deepcopy(module)
         for part in module.modules():
@@ -39,15 +41,54 @@ class Model:
         self._train = copy.deepcopy(module).requires_grad_(False).train()
         self._eval = copy.deepcopy(module).requires_grad_(False).eval()
 
-    def logits(self, params: Params, buffers: Params, x: Tensor) -> Tensor:
-        """The outputs while training; running statistics in `buffers` are brought up to date in place."""
-        outputs: Tensor = functional_call(self._train, params | buffers, (x,))
-        return outputs
+    def forward(self, params: Params, buffers: Params, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(logits, features) while training; running statistics in `buffers` are brought up to date in place."""
+        return self._call(self._train, params | buffers, x)
 
     def predict(self, weights: Params, x: Tensor) -> Tensor:
-        """The outputs in use; `weights` are parameters and buffers together, and none is written."""
-        outputs: Tensor = functional_call(self._eval, weights, (x,))
-        return outputs
+        """The logits in use; `weights` are parameters and buffers together, and none is written."""
+        return self._call(self._eval, weights, x)[0]
+
+    def features(self, weights: Params, x: Tensor) -> Tensor:
+        """What goes into the head, in use."""
+        features = self._call(self._eval, weights, x)[1]
+        assert features is not None, "algorithms that need features are refused where the network has no head"
+        return features
+
+    def classify(self, weights: Params, features: Tensor) -> Tensor:
+        """The logits that the head makes of features."""
+        assert self.head is not None, "algorithms that need a head are refused where the network has none"
+        layer = self._eval.get_submodule(self.head)
+        logits: Tensor = functional_call(layer, self.head_of(weights), (features,))
+        return logits
+
+    def head_of(self, weights: Params) -> Params:
+        """The head's own weights, by their names in the layer: weight and bias."""
+        return {name.rpartition(".")[2]: weights[name] for name in self.head_names}
+
+    @property
+    def head_names(self) -> list[str]:
+        """The names of the head's trainable parameters."""
+        return [name for name in self.params if self.head is not None and name.rpartition(".")[0] == self.head]
+
+    @property
+    def width(self) -> int:
+        """How many features go into the head."""
+        assert self.head is not None, "algorithms that need a head are refused where the network has none"
+        return int(self._eval.get_submodule(self.head).in_features)  # type: ignore[arg-type]
+
+    def _call(self, module: nn.Module, weights: Params, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        seen = list[Tensor]()
+        known = {name: weights[name] for name in (*self.params, *self.buffers)}
+        if self.head is None:
+            logits: Tensor = functional_call(module, known, (x,))
+            return logits, None
+        hook = module.get_submodule(self.head).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        try:
+            logits = functional_call(module, known, (x,))
+        finally:
+            hook.remove()
+        return logits, seen[-1]
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Model":
         """The same network elsewhere, or in another precision."""
@@ -59,8 +100,10 @@ class Model:
         return other
 
 
-def _refuse_what_cannot_work(module: nn.Module, input_shape: tuple[int, ...], classes: int, batch: int) -> set[str]:
-    """Try the network out, and name the floating buffers that training moves."""
+def _refuse_what_cannot_work(
+    module: nn.Module, input_shape: tuple[int, ...], classes: int, batch: int
+) -> tuple[set[str], str | None]:
+    """Try the network out; name the floating buffers that training moves, and its head."""
     for name, part in module.named_modules():
         if any(isinstance(value, nn.UninitializedParameter) for value in part.parameters(recurse=False)):
             raise ModelError(
@@ -86,7 +129,7 @@ def _refuse_what_cannot_work(module: nn.Module, input_shape: tuple[int, ...], cl
         outputs = _trial(once, inputs, classes)
         drew = not torch.equal(before, torch.random.get_rng_state())
         repeated = _trial(again, given.clone(), classes)
-        _trial(in_use, given.clone(), classes)
+        head = _find_head(in_use, given.clone(), classes)
     if drew or not torch.equal(outputs.nan_to_num(), repeated.nan_to_num()):
         noisy = [n for n, part in module.named_modules() if isinstance(part, nn.modules.dropout._DropoutNd) and part.p]
         where = f"{', '.join(repr(name) for name in noisy)} must draw" if noisy else "it must draw"
@@ -104,7 +147,29 @@ def _refuse_what_cannot_work(module: nn.Module, input_shape: tuple[int, ...], cl
     counters = [name for name in moved if not pristine[name].is_floating_point()]
     if odd := [name for name in counters if not name.endswith("num_batches_tracked")]:
         raise ModelError(f"buffer '{odd[0]}' counts in training, and a count can be neither averaged nor resumed.")
-    return moved - set(counters)
+    return moved - set(counters), head
+
+
+def _find_head(module: nn.Module, inputs: Tensor, classes: int) -> str | None:
+    """The name of the linear layer, called once and sharing no weights, whose outputs are the network's, if any."""
+    made = list[tuple[str, Tensor]]()
+    hooks = [
+        part.register_forward_hook(lambda _, given, output, name=name: made.append((name, output)))
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Linear)
+    ]
+    outputs = _trial(module, inputs, classes)
+    for hook in hooks:
+        hook.remove()
+    names, owned = [name for name, _ in made], dict(module.named_parameters())
+    return next(
+        (
+            name
+            for name, output in made
+            if output is outputs and names.count(name) == 1 and f"{name}.weight".lstrip(".") in owned
+        ),
+        None,
+    )
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -44,6 +44,13 @@ def integers(words: Tensor, below: int) -> Tensor:
     return (words * below) >> 32
 
 
+def uniform(seed: int, purpose: str, round: int, clients: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """[clients, *shape] numbers between 0 and 1, both excluded, in float64."""
+    size = math.prod(shape)
+    unit = (words(seed, purpose, round, clients, -(-size // 4)) + 0.5).to(torch.float64) * 2.0**-32
+    return unit.flatten(1)[:, :size].reshape(len(clients), *shape)
+
+
 def normal(seed: int, purpose: str, round: int, clients: Tensor, shape: tuple[int, ...]) -> Tensor:
     """[clients, *shape] standard normal numbers in float32 (Box-Muller in float64, so devices agree to 1e-6)."""
     size = math.prod(shape)

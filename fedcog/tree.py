@@ -23,6 +23,16 @@ def subtract(a: Params, b: Params) -> Params:
     return {name: value - b[name] for name, value in a.items()}
 
 
+def change(before: Params, after: Params) -> Params:
+    """after - before, tensor by tensor, over the names of `before`: what was added since is let lie."""
+    return {name: after[name] - value for name, value in before.items()}
+
+
+def zeros(a: Params) -> Params:
+    """Zero, in the shape of `a`."""
+    return {name: torch.zeros_like(value) for name, value in a.items()}
+
+
 def scale(factor: Tensor | float, a: Params) -> Params:
     """factor * a, tensor by tensor."""
     return {name: factor * value for name, value in a.items()}

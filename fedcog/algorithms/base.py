@@ -1,8 +1,9 @@
 """What an algorithm is: its difference from FedAvg, written for one client with no client axis."""
 
+import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, final
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor
@@ -13,15 +14,35 @@ from fedcog.task import Task
 from fedcog.tree import Params, State
 
 Batch = dict[str, Any]
-"""One step's examples: "x", "y", and under its own name a dict of the same kind for whatever extra_data added."""
+"""One step's examples: "x", "y", under its own name a dict of the same kind for whatever extra_data added, and under
+"draws" the random tensors of this step."""
 
-Loss = Callable[[Params, Batch], Tensor]
+Scope = Literal["step", "client", "federation", "server"]
+Uplink = Literal["sum", "each"]
+
+
+Loss = Callable[..., Tensor]
+"""A loss of (params, batch); with track=False as a third argument running statistics do not move."""
+
+
+class Gradient(Protocol):
+    """d loss / d params, and the loss; without `track` running statistics do not move."""
+
+    def __call__(self, loss: Loss, params: Params, batch: Batch, track: bool = True) -> tuple[Params, Tensor]:
+        """(d loss / d params, loss) on a batch."""
 
 
 class Draw(NamedTuple):
-    """Standard normal numbers that an algorithm asks for, one tensor a client and round."""
+    """Random tensors that an algorithm asks for by name.
+
+    A fresh one for every local step, one a client and round, one for the server each round, or one for the whole
+    federation, the same at every client in every round. Of kind "examples" it is a batch of the client's own training
+    examples, `shape` saying how many, each once before any comes twice.
+    """
 
     shape: tuple[int, ...]
+    scope: Scope = "client"
+    kind: Literal["normal", "uniform", "examples"] = "normal"
 
 
 class Extra(NamedTuple):
@@ -39,13 +60,22 @@ class Effort(NamedTuple):
     length: Tensor
 
 
+class Origin(NamedTuple):
+    """What a federation starts from."""
+
+    model: Model
+    params: Params  # the network's, and what wrappers have added to them
+    population: int  # the number of clients in all
+    draws: State  # of federation scope
+
+
 @dataclass(frozen=True)
 class Site:
     """What one client has in hand during a round. Numbers are 0-d tensors."""
 
     model: Model
     task: Task
-    shared: State  # what the server sent
+    shared: State  # what the server sent, and what `unpack` made of it
     own: State  # what this client kept
     buffers: Params  # running statistics of the model being trained
     weight: Tensor  # this client's weight in the sum, in (0, 1]
@@ -53,22 +83,35 @@ class Site:
     step: Tensor
     steps: Tensor
     lr: Tensor
-    gradient: Callable[[Loss, Params, Batch], tuple[Params, Tensor]]  # d loss / d params, and the loss
+    batch_size: int
+    gradient: Gradient
 
-    def logits(self, params: Params, x: Tensor, track: bool = True) -> Tensor:
-        """The outputs while training; only with `track` do running statistics move."""
-        buffers = self.buffers if track else {name: value.clone() for name, value in self.buffers.items()}
-        return self.model.logits(params, buffers, x)
+    def logits(self, params: Params, x: Tensor) -> Tensor:
+        """The outputs while training; running statistics move."""
+        return self.model.forward(params, self.buffers, x)[0]
+
+    def local(self, params: Params) -> Params:
+        """The client's model as far as it travels, parameters and buffers together."""
+        sent = self.shared["params"].keys() | self.shared["buffers"].keys()
+        return {name: value for name, value in (params | self.buffers).items() if name in sent}
+
+    @property
+    def still(self) -> "Site":
+        """The same, with running statistics that nobody will see move."""
+        return dataclasses.replace(self, buffers={name: value.clone() for name, value in self.buffers.items()})
 
 
 @dataclass(frozen=True)
 class Algorithm:
     """FedAvg (McMahan et al., AISTATS 2017). Every other algorithm is a few overridden hooks.
 
-    Hooks are pure: randomness is an argument, nothing is written in place, and none knows of other clients.
+    Hooks are pure: randomness is an argument, nothing is written in place, and none knows of other clients. Parameters
+    may be more than the network's: names with a dot are parts of the same model, "ASIDE/name" belongs to another model
+    that rides along, is trained like the first and clipped apart from it.
     """
 
-    uplink: ClassVar[Literal["sum", "each"]] = "sum"
+    uplink: ClassVar[Uplink] = "sum"  # "each": the payload's "each" reaches the server client by client, not as a sum
+    needs_head: ClassVar[bool] = False  # does it look at features, or at the last layer?
 
     def __init_subclass__(cls) -> None:
         """Refuse to lose a rule: `local_loss` is composed of hooks so that wrappers can scale its data term."""
@@ -78,46 +121,71 @@ class Algorithm:
                 "(what is added to it) instead: only then does FedCOG around it keep both."
             )
 
+    def draws(self, round: int, model: Model, batch_size: int) -> dict[str, Draw]:
+        """The random tensors wanted in a round; rounds count from 0."""
+        return {}
+
+    def stiffness(self) -> dict[str, float]:
+        """The curvature that its penalties add, by the setting that decides it: too much, and steps overshoot."""
+        return {}
+
     # The server.
 
-    def server_init(self, params: Params, buffers: Params, population: int) -> State:
-        """What the server keeps from round to round; `population` is the number of clients in all."""
-        return {"params": params, "buffers": buffers}
+    def server_init(self, origin: Origin) -> State:
+        """What the server keeps from round to round. 0-d tensors under "readings" go into the record."""
+        return {"params": origin.params, "buffers": origin.model.buffers}
 
     def broadcast(self, server: State) -> State:
         """What every client of a round is sent."""
         return {"params": server["params"], "buffers": server["buffers"]}
 
-    def server_update(self, server: State, total: State) -> State:
+    def server_update(self, server: State, total: State, draws: State) -> State:
         """The server after a round, from the sum of the payloads and nothing else."""
-        mean = tree.apply(lambda value: value / total["weight"], {key: total[key] for key in ("delta", "buffers")})
+        mean = self.mean(total)
         return server | {
             "params": tree.add(server["params"], mean["delta"]),
             "buffers": tree.add(server["buffers"], mean["buffers"]),
         }
 
+    @staticmethod
+    def mean(total: State) -> State:
+        """The clients' mean change of parameters ("delta") and of buffers, by their weights."""
+        changes = {key: total.get(key, {}) for key in ("delta", "buffers")}
+        return tree.apply(lambda value: value / total["weight"], changes)
+
+    def server_model(self, server: State) -> Params:
+        """The weights the server would deploy, parameters and buffers together."""
+        weights: Params = server["params"] | server["buffers"]
+        return weights
+
     # One client.
 
-    def draws(self, round: int, model: Model) -> dict[str, Draw]:
-        """The random tensors wanted in a round; rounds count from 0."""
-        return {}
+    def unpack(self, shared: State, draws: State, model: Model) -> State:
+        """What clients make of what they were sent, where it is the same at all: done once for a cohort."""
+        return shared
 
     def client_init(self, shared: State) -> State:
         """What a client keeps before it has ever taken part."""
         return {}
 
     def client_start(self, site: Site) -> Params:
-        """Where local training starts."""
+        """The parameters that local training starts from."""
         params: Params = site.shared["params"]
         return params
 
-    def extra_data(self, site: Site, draws: Params) -> Extra:
+    def client_buffers(self, site: Site) -> Params:
+        """The running statistics that local training starts from."""
+        buffers: Params = site.shared["buffers"]
+        return buffers
+
+    def extra_data(self, site: Site, draws: State) -> Extra:
         """More examples by group; each step is served a batch of every group beside its real one."""
         return Extra({}, {})
 
     def outputs(self, params: Params, batch: Batch, site: Site) -> State:
         """The forward passes of a step, shared by the terms of its loss."""
-        return {"logits": site.logits(params, batch["x"])}
+        logits, features = site.model.forward(params, site.buffers, batch["x"])
+        return {"logits": logits, "features": features}
 
     def data_loss(self, outputs: State, batch: Batch, site: Site) -> Tensor:
         """What is learnt from examples."""
@@ -144,8 +212,8 @@ class Algorithm:
     def client_update(self, params: Params, site: Site, effort: Effort) -> tuple[State, State]:
         """(what the client keeps, what it sends): its change times its weight, and the weight."""
         change = {
-            "delta": tree.subtract(params, site.shared["params"]),
-            "buffers": tree.subtract(site.buffers, site.shared["buffers"]),
+            "delta": tree.change(site.shared["params"], params),
+            "buffers": tree.change(site.shared["buffers"], site.buffers),
         }
         payload = tree.apply(lambda value: site.weight * value, change)
         return site.own, payload | {"weight": site.weight, "count": torch.ones_like(site.weight)}
@@ -153,66 +221,3 @@ class Algorithm:
     def client_model(self, params: Params, site: Site) -> Params:
         """The weights this client would use itself, parameters and buffers together."""
         return params | site.buffers
-
-
-@dataclass(frozen=True)
-class Wrapper(Algorithm):
-    """An algorithm around another: every hook defers to `inner`."""
-
-    inner: Algorithm = field(default_factory=Algorithm)
-
-    def server_init(self, params: Params, buffers: Params, population: int) -> State:
-        """Inner's."""
-        return self.inner.server_init(params, buffers, population)
-
-    def broadcast(self, server: State) -> State:
-        """Inner's."""
-        return self.inner.broadcast(server)
-
-    def server_update(self, server: State, total: State) -> State:
-        """Inner's."""
-        return self.inner.server_update(server, total)
-
-    def draws(self, round: int, model: Model) -> dict[str, Draw]:
-        """Inner's."""
-        return self.inner.draws(round, model)
-
-    def client_init(self, shared: State) -> State:
-        """Inner's."""
-        return self.inner.client_init(shared)
-
-    def client_start(self, site: Site) -> Params:
-        """Inner's."""
-        return self.inner.client_start(site)
-
-    def extra_data(self, site: Site, draws: Params) -> Extra:
-        """Inner's."""
-        return self.inner.extra_data(site, draws)
-
-    def outputs(self, params: Params, batch: Batch, site: Site) -> State:
-        """Inner's."""
-        return self.inner.outputs(params, batch, site)
-
-    def data_loss(self, outputs: State, batch: Batch, site: Site) -> Tensor:
-        """Inner's."""
-        return self.inner.data_loss(outputs, batch, site)
-
-    def penalty(self, params: Params, outputs: State, batch: Batch, site: Site) -> Tensor:
-        """Inner's."""
-        return self.inner.penalty(params, outputs, batch, site)
-
-    def local_grad(self, loss: Loss, params: Params, batch: Batch, site: Site) -> tuple[Params, Tensor]:
-        """Inner's, of the loss that is given."""
-        return self.inner.local_grad(loss, params, batch, site)
-
-    def after_step(self, before: Params, after: Params, batch: Batch, site: Site) -> Params:
-        """Inner's."""
-        return self.inner.after_step(before, after, batch, site)
-
-    def client_update(self, params: Params, site: Site, effort: Effort) -> tuple[State, State]:
-        """Inner's."""
-        return self.inner.client_update(params, site, effort)
-
-    def client_model(self, params: Params, site: Site) -> Params:
-        """Inner's."""
-        return self.inner.client_model(params, site)

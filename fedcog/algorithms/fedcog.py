@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from fedcog import generation
-from fedcog.algorithms.base import Batch, Draw, Effort, Extra, Site, Wrapper
+from fedcog.algorithms.base import Batch, Draw, Effort, Extra, Site
+from fedcog.algorithms.wrapper import Wrapper
 from fedcog.models import Model
 from fedcog.settings import setting
 from fedcog.task import Labels
@@ -38,21 +39,21 @@ class FedCOG(Wrapper):
     start_round: int = setting(50, "rounds of the inner algorithm before generation begins", ">= 0")
     generation_batch: int = setting(0, "inputs optimised at a time, to save memory; 0: all", ">= 0")
 
-    def draws(self, round: int, model: Model) -> dict[str, Draw]:
+    def draws(self, round: int, model: Model, batch_size: int) -> dict[str, Draw]:
         """Noise, once awake: without it the rest of this class lies dormant."""
         awake = {"noise": Draw((self.count, *model.input_shape))} if round >= self.start_round else {}
-        return self.inner.draws(round, model) | awake
+        return self.inner.draws(round, model, batch_size) | awake
 
     def client_init(self, shared: State) -> State:
         """A client that never took part has the global model for its previous one."""
         return self.inner.client_init(shared) | {"previous": shared["params"] | shared["buffers"]}
 
-    def extra_data(self, site: Site, draws: Params) -> Extra:
+    def extra_data(self, site: Site, draws: State) -> Extra:
         """Generated inputs with their labels and the teacher's outputs; eight of them are shown on their way."""
         extra = self.inner.extra_data(site, draws)
         if "noise" not in draws:
             return extra
-        teacher: Params = self.inner.client_start(site) | site.shared["buffers"]
+        teacher = self.inner.client_start(site) | self.inner.client_buffers(site)
         labels = site.task.targets(site.counts, self.count, self.labels)
         steps = 0 if self.source == "noise" else self.steps
         recipe = generation.Recipe(
@@ -65,7 +66,14 @@ class FedCOG(Wrapper):
             shown=tuple(sorted({(self.count - 1) * eighth // 7 for eighth in range(8)})),
         )
         x, trail = generation.generate(
-            site.task, site.model, teacher, site.own["previous"], labels, draws["noise"], recipe, site.gradient
+            site.task,
+            site.model,
+            teacher,
+            teacher | site.own["previous"],
+            labels,
+            draws["noise"],
+            recipe,
+            site.gradient,
         )
         made = {"x": x, "y": labels, "logits": site.model.predict(teacher, x)}
         exhibit = {"images": trail, "labels": labels[list(recipe.shown)], "steps": torch.tensor(recipe.marks)}
@@ -75,7 +83,7 @@ class FedCOG(Wrapper):
         """Inner's, and those on the generated inputs, which leave running statistics alone."""
         outputs = self.inner.outputs(params, batch, site)
         if "made" in batch:
-            outputs = outputs | {"made": site.logits(params, batch["made"]["x"], track=False)}
+            outputs = outputs | {"made": site.still.logits(params, batch["made"]["x"])}
         return outputs
 
     def data_loss(self, outputs: State, batch: Batch, site: Site) -> Tensor:
@@ -94,7 +102,7 @@ class FedCOG(Wrapper):
     def client_update(self, params: Params, site: Site, effort: Effort) -> tuple[State, State]:
         """Inner's; the local model is kept as the next round's previous one, and nothing more is sent."""
         own, payload = self.inner.client_update(params, site, effort)
-        return own | {"previous": params | site.buffers}, payload
+        return own | {"previous": site.local(params)}, payload
 
     def _shares(self, site: Site) -> tuple[Tensor | float, Tensor | float]:
         if self.weighting == "fixed":

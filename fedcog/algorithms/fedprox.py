@@ -16,6 +16,10 @@ class FedProx(Algorithm):
 
     mu: float = setting(0.01, "strength of the pull towards the global model", ">= 0")
 
+    def stiffness(self) -> dict[str, float]:
+        """The pull's own curvature."""
+        return {"mu": self.mu}
+
     def penalty(self, params: Params, outputs: State, batch: Batch, site: Site) -> Tensor:
         """mu/2 |theta - G|^2."""
         drift = tree.subtract(params, site.shared["params"])

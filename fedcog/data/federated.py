@@ -53,14 +53,22 @@ class FederatedData:
 
     def labels(self, client: int) -> Tensor:
         """The labels of a client's training examples."""
+        return self.train_y[self.own(client)]
+
+    def own(self, client: int) -> Tensor:
+        """The positions of a client's training examples."""
         start, size = int(self._start[client]), int(self.sizes[client])
-        return self.train_y[self._owned[start : start + size]]
+        return self._owned[start : start + size]
+
+    def pick(self, purpose: str, round: int, clients: Tensor, count: int) -> Tensor:
+        """[clients, count] positions of each client's own examples, each once before any comes twice."""
+        window = streams.windows(self.seed, purpose, round, clients, self.sizes[clients], count)
+        return self._owned[self._start[clients][:, None] + window]
 
     def plan(self, round: int, clients: Tensor, steps: int, batch: int) -> Plan:
         """The clients' batches of a round: windows over fresh permutations of what each holds."""
         length = steps * batch
-        window = streams.windows(self.seed, "batches", round, clients, self.sizes[clients], length)
-        index = self._owned[self._start[clients][:, None] + window]
+        index = self.pick("batches", round, clients, length)
         moves = None
         if self.augment:
             words = streams.words(self.seed, "augmentation", round, clients, length)

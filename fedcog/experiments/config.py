@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from fedcog import data, settings
 from fedcog.algorithms import ALGORITHMS, Algorithm, Wrapper
-from fedcog.federation.optimiser import Kind
 from fedcog.models import MODELS
+from fedcog.optimiser import Kind
 from fedcog.settings import ConfigError, setting
 
 

@@ -15,10 +15,10 @@ from fedcog.data.partition import Rule
 from fedcog.experiments.config import Experiment, Recorded, RecordedWrapper, layers
 from fedcog.federation import evaluate
 from fedcog.federation.cohort import Cohort
-from fedcog.federation.optimiser import Optimiser
 from fedcog.federation.rounds import Schedule
 from fedcog.federation.simulation import Simulation
 from fedcog.models import Model, build
+from fedcog.optimiser import Optimiser
 from fedcog.settings import ConfigError
 from fedcog.task import SingleLabel
 from fedcog.tree import State

@@ -1,7 +1,7 @@
 """The one local-training loop: a cohort of clients at once (vmap) or one after another (loop), same result."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 
 from fedcog import streams, tree
-from fedcog.algorithms import Algorithm, Batch, Effort, Extra, Loss, Site
+from fedcog.algorithms import Algorithm, Batch, Effort, Extra, Gradient, Loss, Scope, Site
 from fedcog.data.federated import FederatedData, Plan
 from fedcog.federation import evaluate
 from fedcog.federation.evaluate import Each
-from fedcog.federation.optimiser import Motion, Optimiser, clip
 from fedcog.models import Model, ModelError
+from fedcog.optimiser import Motion, Optimiser, clip
 from fedcog.task import Task
 from fedcog.tree import Params, State
 
@@ -39,7 +39,8 @@ class Outcome(NamedTuple):
     """What a cohort's round comes to."""
 
     kept: State  # stacked, client by client
-    total: State  # the sum of the payloads
+    total: State  # the sum of the sound payloads
+    sound: Tensor  # [clients], is all that the client keeps and sends finite?
     loss: Tensor  # [clients], mean over the client's steps
     distance: Tensor  # [clients], of the local model from the one it was sent
     hits: Tensor | None  # [clients, classes], the local models' right answers on the test set
@@ -69,6 +70,7 @@ class Cohort:
         self, algorithm: Algorithm, shared: State, members: Members, round: int, lr: float, score: bool = True
     ) -> Outcome:
         """One round of all members; with `score`, their local models are also tried on the test set."""
+        shared = algorithm.unpack(shared, self.common(algorithm, "federation"), self.model)
         if self.mapping == "vmap":
             try:
                 return self._train(vmap, _functional, algorithm, shared, members, round, lr, score)
@@ -79,12 +81,10 @@ class Cohort:
                 raise ModelError(f"clients cannot be trained together here ({reason}): set --mapping loop.") from error
         ones = [members.one(row) for row in range(len(members.number))]
         done = [self._train(_alone, _autograd, algorithm, shared, one, round, lr, score) for one in ones]
-        total = done[0].total
-        for outcome in done[1:]:
-            total = tree.apply(torch.add, total, outcome.total)
         return Outcome(
             kept=tree.stack([outcome.kept for outcome in done]),
-            total=total,
+            total=joined([outcome.total for outcome in done if outcome.sound]),
+            sound=torch.stack([outcome.sound for outcome in done]),
             loss=torch.stack([outcome.loss for outcome in done]),
             distance=torch.stack([outcome.distance for outcome in done]),
             hits=torch.stack([outcome.hits for outcome in done if outcome.hits is not None]) if score else None,
@@ -92,10 +92,30 @@ class Cohort:
             seconds={part: sum(outcome.seconds[part] for outcome in done) for part in done[0].seconds},
         )
 
+    def draws(self, algorithm: Algorithm, scope: Scope, round: int, numbers: Tensor, steps: int = 1) -> State:
+        """The random tensors of one scope that the algorithm asks for in a round, one for each of `numbers`."""
+        drawn: State = {}
+        for name, (shape, wanted, kind) in algorithm.draws(round, self.model, self.batch_size).items():
+            purpose = f"draw/{name}"
+            if wanted != scope:
+                continue
+            if kind == "examples":
+                drawn[name] = self.data.examples(self.data.pick(purpose, round, numbers, *shape))
+                continue
+            source = streams.normal if kind == "normal" else streams.uniform
+            whole = (steps, *shape) if scope == "step" else shape
+            drawn[name] = source(self.data.seed, purpose, round, numbers, whole).to(self.data.dtype)
+        return drawn
+
+    def common(self, algorithm: Algorithm, scope: Literal["federation", "server"], round: int = 0) -> State:
+        """The random tensors that there is one of: for the whole federation, or for the server in a round."""
+        nobody = torch.zeros(1, dtype=torch.int64, device=self.data.device)
+        return tree.pick(self.draws(algorithm, scope, round, nobody), 0)
+
     def _train(
         self,
         each: Each,
-        gradient: Callable[[Loss, Params, Batch], tuple[Params, Tensor]],
+        gradient: Gradient,
         algorithm: Algorithm,
         shared: State,
         members: Members,
@@ -105,24 +125,33 @@ class Cohort:
     ) -> Outcome:
         clock = _Clock(self.data.device)
         site = self._sites(gradient, shared, lr)
-        still, longest = shared["buffers"], int(members.steps.max())
+        longest, stacked = int(members.steps.max()), members.number.dim() == 1
         ticks = torch.arange(longest + 1, device=self.data.device)
-        draws = self._draws(algorithm, members, round)
-        extra: Extra = each(lambda m, d: algorithm.extra_data(site(m, still, ticks[0]), d))(members, draws)
+        numbers = members.number.reshape(-1)
+        draws = self.draws(algorithm, "client", round, numbers)
+        draws = draws if stacked else tree.pick(draws, 0)
+        buffers: Params = each(lambda m: algorithm.client_buffers(site(m, shared["buffers"], ticks[0])))(members)
+        buffers = tree.apply(torch.clone, buffers)  # they are written to
+        extra: Extra = each(lambda m, b, d: algorithm.extra_data(site(m, b, ticks[0]), d))(members, buffers, draws)
         clock.lap("generation")
 
-        stacked = members.number.dim() == 1
         uneven = bool((members.steps != longest).any())
         plan = self._plan(members, round, longest)
         served = {group: self._windows(group, part, members, round, longest) for group, part in extra.groups.items()}
-        params: Params = each(lambda m: algorithm.client_start(site(m, still, ticks[0])))(members)
-        buffers = tree.expand(still, len(members.number)) if stacked else tree.apply(torch.clone, still)
+        drawn = tree.apply(
+            lambda value: _by_step(value, members), self.draws(algorithm, "step", round, numbers, longest)
+        )
+        params: Params = each(lambda m, b: algorithm.client_start(site(m, b, ticks[0])))(members, buffers)
         motion = self.optimiser.start(params)
         loss = torch.zeros_like(members.weight)
 
         def slope(params: Params, buffers: Params, batch: Batch, member: Members) -> tuple[Params, Tensor]:
             here = site(member, buffers, ticks[step])
-            grads, value = algorithm.local_grad(lambda p, b: algorithm.local_loss(p, b, here), params, batch, here)
+
+            def loss(params: Params, batch: Batch, track: bool = True) -> Tensor:
+                return algorithm.local_loss(params, batch, here if track else here.still)
+
+            grads, value = algorithm.local_grad(loss, params, batch, here)
             return (clip(grads, self.grad_clip) if self.grad_clip else grads), value
 
         def settle(before: Params, after: Params, buffers: Params, batch: Batch, member: Members) -> Params:
@@ -132,6 +161,7 @@ class Cohort:
             batch: Batch = self.data.examples(plan.picks[step], None if plan.moves is None else plan.moves[step])
             for group, index in served.items():
                 batch[group] = each(tree.pick)(extra.groups[group], index[step])
+            batch["draws"] = tree.pick(drawn, step)
             statistics = tree.apply(torch.clone, buffers) if uneven else buffers
             grads, value = each(slope)(params, buffers, batch, members)
             after, next_motion = self.optimiser.step(params, grads, motion, lr)
@@ -141,16 +171,18 @@ class Cohort:
                 after, next_motion = _where(busy, after, params), _keep_motion(busy, next_motion, motion)
                 buffers, value = _where(busy, buffers, statistics), torch.where(busy, value, 0)
             params, motion, loss = after, next_motion, loss + value
-        effort = Effort(members.steps, torch.full_like(members.weight, lr), self.optimiser.length(members.steps, lr))
+        length = self.optimiser.length(members.steps, lr).to(self.data.dtype)
+        effort = Effort(members.steps, torch.full_like(members.weight, lr), length)
 
         def finish(params: Params, buffers: Params, member: Members, effort: Effort) -> tuple[Any, ...]:
             here = site(member, buffers, ticks[longest])
             kept, payload = algorithm.client_update(params, here, effort)
-            distance = tree.norm(tree.subtract(params, shared["params"]))
-            return kept, payload, algorithm.client_model(params, here), distance
+            distance = tree.norm(tree.change(shared["params"], params))
+            finite = [value.isfinite().all() for value in tree.flatten({"kept": kept, "sent": payload}).values()]
+            return kept, payload, algorithm.client_model(params, here), distance, torch.stack(finite).all()
 
-        kept, payload, local, distance = each(finish)(params, buffers, members, effort)
-        total = tree.apply(lambda value: value.sum(0), payload) if stacked else payload
+        kept, payload, local, distance, sound = each(finish)(params, buffers, members, effort)
+        total = summed(payload, sound) if stacked else one_alone(payload)
         clock.lap("training")
         hits = None
         if score:
@@ -158,11 +190,9 @@ class Cohort:
             hits = evaluate.hits(self.model, self.task, data, local, data.test_x, data.test_y, each)
         clock.lap("evaluation")
         exhibit = tree.pick(extra.exhibit, 0) if stacked else extra.exhibit
-        return Outcome(kept, total, loss / members.steps, distance, hits, exhibit, clock.seconds)
+        return Outcome(kept, total, sound, loss / members.steps, distance, hits, exhibit, clock.seconds)
 
-    def _sites(
-        self, gradient: Callable[[Loss, Params, Batch], tuple[Params, Tensor]], shared: State, lr: float
-    ) -> Callable[[Members, Params, Tensor], Site]:
+    def _sites(self, gradient: Gradient, shared: State, lr: float) -> Callable[[Members, Params, Tensor], Site]:
         rate = torch.tensor(lr, dtype=self.data.dtype, device=self.data.device)
 
         def site(member: Members, buffers: Params, step: Tensor) -> Site:
@@ -177,19 +207,11 @@ class Cohort:
                 step=step,
                 steps=member.steps,
                 lr=rate,
+                batch_size=self.batch_size,
                 gradient=gradient,
             )
 
         return site
-
-    def _draws(self, algorithm: Algorithm, members: Members, round: int) -> Params:
-        """The random tensors the algorithm asks for, one a member."""
-        number, seed = members.number, self.data.seed
-        drawn = {
-            name: streams.normal(seed, f"draw/{name}", round, number.reshape(-1), draw.shape).to(self.data.dtype)
-            for name, draw in algorithm.draws(round, self.model).items()
-        }
-        return drawn if number.dim() else {name: value[0] for name, value in drawn.items()}
 
     def _plan(self, members: Members, round: int, steps: int) -> Plan:
         """The members' batches, step by step: the step axis leads."""
@@ -204,6 +226,32 @@ class Cohort:
         sizes = torch.full_like(numbers, size)
         index = streams.windows(self.data.seed, f"extra/{group}", round, numbers, sizes, steps * self.batch_size)
         return _by_step(index.reshape(len(numbers), steps, self.batch_size), members)
+
+
+def one_alone(payload: State) -> State:
+    """One client's payload as a sum of one: what must reach the server client by client gets a client axis."""
+    rest, each = _apart(payload)
+    return rest | tree.apply(lambda value: value[None], each)
+
+
+def summed(payload: State, sound: Tensor) -> State:
+    """The sum of the sound ones of stacked payloads; what must reach the server client by client stays apart."""
+    rest, each = _apart(payload if sound.all() else tree.pick(payload, sound))
+    return tree.apply(lambda value: value.sum(0), rest) | each
+
+
+def joined(totals: Sequence[State]) -> State:
+    """The sum of sums."""
+    total, *others = [_apart(one) for one in totals] or [({}, {})]
+    for rest, each in others:
+        total = tree.apply(torch.add, total[0], rest), tree.apply(lambda *two: torch.cat(two), total[1], each)
+    return total[0] | total[1]
+
+
+def _apart(payload: State) -> tuple[State, State]:
+    """What of a payload is summed, and what is not."""
+    rest = {key: value for key, value in payload.items() if key != "each"}
+    return rest, {key: value for key, value in payload.items() if key == "each"}
 
 
 class _Clock:
@@ -230,18 +278,18 @@ def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _autograd(loss: Loss, params: Params, batch: Batch) -> tuple[Params, Tensor]:
+def _autograd(loss: Loss, params: Params, batch: Batch, track: bool = True) -> tuple[Params, Tensor]:
     """Gradient and loss by plain autograd: the fastest way for one client."""
     leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
     with torch.enable_grad():
-        value = loss(leaves, batch)
+        value = loss(leaves, batch) if track else loss(leaves, batch, track=False)
     grads = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
     return dict(zip(leaves, grads, strict=True)), value.detach()
 
 
-def _functional(loss: Loss, params: Params, batch: Batch) -> tuple[Params, Tensor]:
+def _functional(loss: Loss, params: Params, batch: Batch, track: bool = True) -> tuple[Params, Tensor]:
     """Gradient and loss as a function transform, which vmap can map over clients."""
-    grads, value = grad_and_value(loss)(params, batch)
+    grads, value = grad_and_value(loss if track else lambda p, b: loss(p, b, track=False))(params, batch)
     return grads, value
 
 

@@ -31,6 +31,16 @@ def _right(model: Model, task: Task, inputs: Tensor, labels: Tensor) -> Callable
     return lambda weights: task.hits(model.predict(weights, inputs), labels)
 
 
+def loss(model: Model, task: Task, data: FederatedData, weights: Params, index: Tensor) -> float:
+    """The mean loss of a model in use over some training examples."""
+    total = 0.0
+    with torch.no_grad():
+        for part in index.split(BATCH):
+            examples = data.examples(part)
+            total += float(task.loss(model.predict(weights, examples["x"]), examples["y"]).sum())
+    return total / len(index)
+
+
 def accuracy(hits: Tensor, totals: Tensor) -> float:
     """The share of right answers."""
     return int(hits.sum()) / int(totals.sum())

@@ -8,9 +8,20 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fedcog import streams
+from fedcog import tree
 from fedcog.algorithms import Algorithm
+from fedcog.federation.selection import Asked, Selection
 from fedcog.tree import Params, State
+
+
+class Diverged(Exception):
+    """Training that left the numbers: whose update is not finite, in which round, and what may help."""
+
+    def __init__(self, clients: Sequence[int], round: int, advice: str = "") -> None:
+        self.clients, self.round, self.advice = list(clients), round, advice
+        who = ", ".join(str(client) for client in clients)
+        whose = f"the update of client {who}" if clients else "the server's model after the update"
+        super().__init__(f"training diverged in round {round + 1}: {whose} is not finite. {advice}".strip())
 
 
 class Report(NamedTuple):
@@ -20,6 +31,7 @@ class Report(NamedTuple):
     local: list[dict[str, float | int]]  # what the record says of each client
     seconds: dict[str, float]
     exhibit: Params  # what a report should show
+    skipped: list[int]  # clients left out because their update was not finite
 
 
 class Backend(Protocol):
@@ -29,6 +41,12 @@ class Backend(Protocol):
         self, algorithm: Algorithm, shared: State, clients: Sequence[int], round: int, lr: float, before: Tensor | None
     ) -> tuple[State, Report]:
         """The sum of the payloads, and what the record wants to know."""
+
+    def draws(self, algorithm: Algorithm, round: int) -> State:
+        """The random tensors of the server in a round."""
+
+    def losses(self, weights: Params, clients: Sequence[int], round: int, over: Asked) -> list[float]:
+        """The loss of a model at each client."""
 
 
 class Scorer(Protocol):
@@ -54,18 +72,11 @@ class Schedule:
     """When things happen."""
 
     rounds: int
-    clients: int
-    participation: float
-    seed: int
+    selection: Selection
     lr: float
     lr_decay: float
     evaluate_every: int
     evaluate_local: bool
-
-    def chosen(self, round: int) -> list[int]:
-        """The clients of a round, in order of their numbers."""
-        count = max(1, round_half_up(self.participation * self.clients))
-        return sorted(streams.permutation(self.seed, "sample", round, self.clients)[:count].tolist())
 
     def evaluates(self, round: int) -> bool:
         """Is this round scored? The last one always is."""
@@ -88,17 +99,28 @@ def federate(
         before = None
         if due and schedule.evaluate_local:
             before = scorer.hits(server) if hits is None else hits
-        clients = schedule.chosen(round)
+        clients = candidates = schedule.selection.candidates(round)
+        if schedule.selection.asks != "nothing":
+            weights = algorithm.server_model(server)
+            losses = backend.losses(weights, candidates, round, schedule.selection.asks)
+            clients = schedule.selection.choose(candidates, losses)
         lr = schedule.lr * schedule.lr_decay**round
         shared = algorithm.broadcast(server)
         total, report = backend.gather(algorithm, shared, clients, round, lr, before)
         with torch.no_grad():
-            server = algorithm.server_update(server, total)
+            server = algorithm.server_update(server, total, backend.draws(algorithm, round))
+        if not all(value.isfinite().all() for value in tree.flatten(server).values()):
+            raise Diverged([], round)
         line: dict[str, Any] = {"round": round + 1, "clients": clients, "loss": report.loss}
+        line |= {"candidates": candidates} if len(candidates) > len(clients) else {}
+        line |= {"skipped": report.skipped} if report.skipped else {}
+        line |= {name: float(value) for name, value in server.get("readings", {}).items()}
         seconds, evaluated, hits = dict(report.seconds), time.perf_counter(), None
         if due:
             hits = scorer.hits(server)
             line |= scorer.scores(hits, server)
+            personal = [float(client["own_accuracy"]) for client in report.local if "own_accuracy" in client]
+            line |= {"personal_accuracy": sum(personal) / len(personal)} if personal else {}
         now = time.perf_counter()
         seconds["evaluation"] += now - evaluated
         line |= {"local": report.local, "seconds": seconds | {"total": now - began}}

@@ -1,32 +1,57 @@
 """A federation in one process: every client's data and kept state on this machine."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fedcog.algorithms import Algorithm
+from fedcog.algorithms import Algorithm, Origin
+from fedcog.federation import evaluate
 from fedcog.federation.cohort import Cohort, Members
 from fedcog.federation.evaluate import accuracy, own_accuracy
-from fedcog.federation.rounds import Report
+from fedcog.federation.rounds import Diverged, Report
+from fedcog.federation.selection import Asked
 from fedcog.federation.store import Store
-from fedcog.tree import State
+from fedcog.tree import Params, State
+
+Weights = Literal["examples", "uniform"]
 
 
 class Simulation:
     """The backend that trains the round's clients here."""
 
-    def __init__(self, cohort: Cohort, *, local_steps: int, local_epochs: float, weight_cap: int) -> None:
-        self.cohort, self.store = cohort, Store()
+    def __init__(
+        self,
+        cohort: Cohort,
+        *,
+        local_steps: int,
+        local_epochs: float,
+        weight_cap: int,
+        weights: Weights = "examples",
+        skip_diverged: bool = False,
+    ) -> None:
+        self.cohort, self.store, self.skip_diverged = cohort, Store(), skip_diverged
         data, task = cohort.data, cohort.task
         self.counts = torch.stack([task.counts(data.labels(client)) for client in range(data.clients)])
         self.totals = task.counts(data.test_y).cpu()
         cap = weight_cap or int(data.sizes.max())
         self.weights = data.sizes.clamp(max=cap).to(data.dtype) / cap
+        if weights == "uniform":
+            self.weights = torch.ones_like(self.weights)
         if local_epochs:
             self.steps = (data.sizes.double() * local_epochs / cohort.batch_size - 1e-9).ceil().clamp(min=1).long()
         else:
             self.steps = torch.full_like(data.sizes, local_steps)
+
+    def begin(self, algorithm: Algorithm) -> State:
+        """The server before the first round."""
+        model, draws = self.cohort.model, self.cohort.common(algorithm, "federation")
+        return algorithm.server_init(Origin(model, model.params, self.cohort.data.clients, draws))
+
+    def draws(self, algorithm: Algorithm, round: int) -> State:
+        """The random tensors of the server in a round."""
+        return self.cohort.common(algorithm, "server", round)
 
     def gather(
         self,
@@ -42,7 +67,11 @@ class Simulation:
         own = self.store.take(clients, algorithm, shared)
         members = Members(number, own, self.weights[number], self.counts[number], self.steps[number])
         outcome = self.cohort.train(algorithm, shared, members, round, lr, score=before is not None)
-        self.store.put(clients, outcome.kept)
+        sound = outcome.sound.tolist()
+        lost = [client for client, finite in zip(clients, sound, strict=True) if not finite]
+        if lost and (not self.skip_diverged or len(lost) == len(clients)):
+            raise Diverged(lost, round)
+        self.store.put(clients, outcome.kept, sound)
         loss, distance = outcome.loss.tolist(), outcome.distance.tolist()
         local: list[dict[str, float | int]] = [
             {"client": client, "loss": loss[row], "distance": distance[row]} for row, client in enumerate(clients)
@@ -52,5 +81,17 @@ class Simulation:
                 local[row]["accuracy"] = accuracy(hits, self.totals)
                 local[row]["own_accuracy"] = own_accuracy(hits, self.totals, counts)
                 local[row]["own_accuracy_before"] = own_accuracy(before, self.totals, counts)
-        mean = float((outcome.loss * members.weight).sum() / members.weight.sum())
-        return outcome.total, Report(mean, local, outcome.seconds, outcome.exhibit)
+        present = torch.where(outcome.sound, members.weight, 0)
+        mean = float(torch.where(outcome.sound, outcome.loss * members.weight, 0).sum() / present.sum())
+        return outcome.total, Report(mean, local, outcome.seconds, outcome.exhibit, lost)
+
+    def losses(self, weights: Params, clients: Sequence[int], round: int, over: Asked) -> list[float]:
+        """The mean loss of a model over all training examples of each client, or over one batch of them."""
+        data, size = self.cohort.data, self.cohort.batch_size
+        found = []
+        for client in clients:
+            one = torch.tensor([client], device=data.device)
+            some = min(size, int(data.sizes[client]))
+            index = data.own(client) if over == "all" else data.pick("choice", round, one, some)[0]
+            found.append(evaluate.loss(self.cohort.model, self.cohort.task, data, weights, index))
+        return found

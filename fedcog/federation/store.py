@@ -20,10 +20,11 @@ class Store:
         newcomer = algorithm.client_init(shared)
         return tree.stack([self._kept.get(client, newcomer) for client in clients])
 
-    def put(self, clients: Sequence[int], kept: State) -> None:
-        """Keep the clients' stacked states."""
+    def put(self, clients: Sequence[int], kept: State, sound: Sequence[bool]) -> None:
+        """Keep the clients' stacked states, but for those that are not sound: they stay as they were."""
         for row, client in enumerate(clients):
-            self._kept[client] = tree.apply(torch.clone, tree.pick(kept, row))
+            if sound[row]:
+                self._kept[client] = tree.apply(torch.clone, tree.pick(kept, row))
 
     def flatten(self) -> Params:
         """Everything, as one flat dict of tensors."""

@@ -8,10 +8,10 @@ from torch import nn
 
 from fedcog.algorithms import Algorithm, FedAvg, FedCOG, FedProx, Site
 from fedcog.federation.cohort import _autograd
-from fedcog.federation.optimiser import Optimiser
 from fedcog.models import Model
+from fedcog.optimiser import Optimiser
 from fedcog.task import SingleLabel
-from tests.small import CLASSES, Small, vectors
+from fedcog.testing import CLASSES, Small, vectors
 
 Array = NDArray[np.float64]
 LR, MOMENTUM, DECAY, BATCH, STEPS = 0.1, 0.9, 1e-3, 4, 3

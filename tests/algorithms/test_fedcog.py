@@ -7,8 +7,8 @@ import torch
 
 from fedcog.algorithms import Algorithm, Batch, FedAvg, FedCOG, FedProx, Site
 from fedcog.federation.cohort import Members, _autograd
+from fedcog.testing import Small, worst
 from fedcog.tree import Params
-from tests.small import Small, worst
 
 COG = FedCOG(count=8, steps=4, start_round=0, lr=0.1)
 

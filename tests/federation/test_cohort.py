@@ -8,10 +8,10 @@ from torch import nn
 
 from fedcog import tree
 from fedcog.algorithms import Algorithm, Draw, Extra, FedAvg, FedCOG, FedProx
-from fedcog.federation.optimiser import Optimiser
 from fedcog.models import Model
+from fedcog.optimiser import Optimiser
+from fedcog.testing import Small, worst
 from fedcog.tree import Params
-from tests.small import Small, worst
 from tests.user_models import USER_MODELS
 
 COG = FedCOG(FedProx(mu=0.1), count=8, steps=3, start_round=1, lr=0.1)
@@ -40,7 +40,7 @@ def test_users_networks_train_the_same_in_both_mappings(name: str, algorithm: Al
 
 @pytest.mark.parametrize("mapping", ["loop", "vmap"])
 def test_a_cohort_of_ten_is_ten_cohorts_of_one(mapping: str) -> None:
-    from tests.small import images
+    from fedcog.testing import images
 
     def federation() -> Small:
         return Small(COG, mapping, dataset=images(200), sizes=TEN)  # type: ignore[arg-type]

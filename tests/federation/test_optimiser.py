@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcog.federation.optimiser import Optimiser, clip
+from fedcog.optimiser import Optimiser, clip
 
 TORCH = {
     "sgd": lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.9, weight_decay=0.01),

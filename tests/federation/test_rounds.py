@@ -4,7 +4,7 @@ import torch
 from fedcog.algorithms import FedAvg
 from fedcog.federation import evaluate
 from fedcog.federation.rounds import Schedule
-from tests.small import Small, worst
+from fedcog.testing import Small, worst
 
 
 def schedule(**changes: object) -> Schedule:

@@ -43,9 +43,9 @@ class Optimiser:
 
     def length(self, steps: Tensor, lr: float) -> Tensor:
         """How far a constant gradient of 1 would move a parameter in so many steps, momentum included."""
-        if self.kind != "sgd" or not self.momentum:
+        steps, m = steps.double(), self.momentum
+        if self.kind != "sgd" or not m:
             return lr * steps
-        m = self.momentum
         return lr * (steps - m * (1 - m**steps) / (1 - m)) / (1 - m)
 
     def _sgd(self, now: list[Tensor], slopes: list[Tensor], motion: Motion, lr: float) -> tuple[list[Tensor], Motion]:
@@ -74,7 +74,16 @@ _MOVES: dict[Kind, Callable[..., tuple[list[Tensor], Motion]]] = {
 
 
 def clip(grads: Params, limit: float) -> Params:
-    """The gradients of one client, scaled down to at most `limit` in length over the whole model."""
-    length = torch.stack([(value * value).sum() for value in grads.values()]).sum().sqrt()
-    factor = (limit / (length + 1e-6)).clamp(max=1.0)
-    return {name: factor * value for name, value in grads.items()}
+    """The gradients of one client, scaled down to at most `limit` in length over the whole model.
+
+    A model that rides along ("ASIDE/name") is measured and scaled apart.
+    """
+    models: dict[str, Params] = {}
+    for name, value in grads.items():
+        models.setdefault(name.rpartition("/")[0], {})[name] = value
+    scaled: Params = {}
+    for model in models.values():
+        length = torch.stack([(value * value).sum() for value in model.values()]).sum().sqrt()
+        factor = (limit / (length + 1e-6)).clamp(max=1.0)
+        scaled |= {name: factor * value for name, value in model.items()}
+    return {name: scaled[name] for name in grads}

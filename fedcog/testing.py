@@ -1,0 +1,291 @@
+"""What must hold for every algorithm, ours or yours: `check_algorithm(MyMethod())`."""
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedcog import tree
+from fedcog.algorithms import Algorithm, FedCOG
+from fedcog.data import Dataset, FederatedData, from_arrays
+from fedcog.experiments.config import layers
+from fedcog.experiments.record import Checkpoint, RunDirectory
+from fedcog.federation import evaluate
+from fedcog.federation.cohort import Cohort, Mapping, joined
+from fedcog.federation.rounds import Report, Round, Schedule, federate, round_half_up
+from fedcog.federation.selection import Uniform
+from fedcog.federation.simulation import Simulation
+from fedcog.models import Model, build
+from fedcog.optimiser import Optimiser
+from fedcog.task import SingleLabel
+from fedcog.tree import Params, State
+
+CLASSES = 4
+CLOSE = 1e-9  # in float64, for what is the same but for the order of sums
+
+
+def images(train: int = 90, test: int = 20, shape: tuple[int, ...] = (1, 8, 8), seed: int = 0) -> Dataset:
+    """Random little images with random labels, those for training in order of their labels."""
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randint(0, 256, (train + test, *shape), dtype=torch.uint8, generator=draw)
+    y = torch.randint(0, CLASSES, (train + test,), generator=draw)
+    y[:train] = y[:train].sort()[0]  # clients own stretches of them: each another mix of labels
+    names = [str(label) for label in range(CLASSES)]
+    return from_arrays(x[:train], y[:train], x[train:], y[train:], classes=names, augment=True)
+
+
+def vectors(train: int = 60, test: int = 12, size: int = 5, seed: int = 0) -> Dataset:
+    """Random vectors with random labels."""
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(train + test, size, generator=draw)
+    y = torch.randint(0, CLASSES, (train + test,), generator=draw)
+    names = [str(label) for label in range(CLASSES)]
+    return from_arrays(x[:train], y[:train], x[train:], y[train:], classes=names)
+
+
+class Small:
+    """A federation of three clients that own 50, 30 and 10 of 90 images (or as `sizes` says), in float64."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        mapping: Mapping = "loop",
+        *,
+        dataset: Dataset | None = None,
+        module: nn.Module | None = None,
+        sizes: Sequence[int] = (50, 30, 10),
+        dtype: torch.dtype = torch.float64,
+        steps: int = 3,
+        epochs: float = 0.0,
+        batch: int = 6,
+        optimiser: Optimiser | None = None,
+        participation: float = 1.0,
+        rounds: int = 2,
+        clip: float = 0.0,
+        lr: float = 0.05,
+        device: str = "cpu",
+        skip_diverged: bool = False,
+    ) -> None:
+        self.algorithm, self.dataset = algorithm, dataset or images()
+        indices = list(torch.split(torch.arange(sum(sizes)), list(sizes)))
+        where = torch.device(device)
+        self.data = FederatedData(
+            self.dataset, indices, seed=3, augment=self.dataset.augment, device=where, dtype=dtype
+        )
+        shape = self.dataset.input_shape
+        module = module or build("small", shape, CLASSES, seed=1)
+        self.model = Model(module, shape, CLASSES).to(where, dtype)
+        self.task = SingleLabel(CLASSES)
+        cohort = Cohort(
+            self.model,
+            self.task,
+            self.data,
+            optimiser or Optimiser(momentum=0.9),
+            batch_size=batch,
+            grad_clip=clip,
+            mapping=mapping,
+        )
+        self.backend = Simulation(
+            cohort, local_steps=steps, local_epochs=epochs, weight_cap=0, skip_diverged=skip_diverged
+        )
+        count = max(1, round_half_up(participation * len(sizes)))
+        self.schedule = Schedule(rounds, Uniform(len(sizes), count, seed=3), lr, 1.0, 1, True)
+        self.server: State = self.backend.begin(algorithm)
+
+    def hits(self, server: State) -> Tensor:
+        """Right answers of the server's model per class on the test set."""
+        weights, data = self.algorithm.server_model(server), self.data
+        return evaluate.hits(self.model, self.task, data, weights, data.test_x, data.test_y, lambda function: function)
+
+    def scores(self, hits: Tensor, server: State) -> dict[str, float]:
+        """Its accuracy."""
+        return {"accuracy": evaluate.accuracy(hits, self.backend.totals)}
+
+    def run(self, start: int = 0) -> list[Round]:
+        """All rounds from `start` on."""
+        rounds = list(federate(self.algorithm, self.backend, self, self.schedule, self.server, start))
+        self.server = rounds[-1].server
+        return rounds
+
+    def everything(self, start: int = 0) -> Params:
+        """All there is after the rounds: the server's state and every client's, flat."""
+        return tree.flatten({"server": self.run(start)[-1].server}) | self.backend.store.flatten()
+
+
+def worst(one: Params, other: Params) -> float:
+    """The largest difference between two flat dicts of tensors of the same names."""
+    assert one.keys() == other.keys(), f"they hold different things: {sorted(one.keys() ^ other.keys())}"
+    return max(float((one[name] - other[name]).abs().max()) for name in one if one[name].numel())
+
+
+PARTIAL: dict[str, Any] = {"sizes": (40, 20, 15, 10, 5), "participation": 0.6, "rounds": 3}  # with momentum 0.9
+COG = FedCOG(count=8, steps=3, start_round=1, lr=0.1)
+
+
+def neutral_is_fedavg(algorithm: Algorithm, neutral: Algorithm) -> None:
+    """The neutral setting is FedAvg exactly, and the algorithm itself is not."""
+    expected = _params(Small(Algorithm(), **PARTIAL))
+    got = _params(Small(neutral, **PARTIAL))
+    wrong = [name for name in expected if not torch.equal(expected[name], got[name])]
+    assert not wrong, f"{neutral} is not FedAvg: {', '.join(wrong)} differ."
+    if algorithm != neutral:
+        found = _params(Small(algorithm, **PARTIAL))
+        same = all(name in found and torch.equal(expected[name], found[name]) for name in expected)
+        assert not same, f"{algorithm} is nothing but FedAvg."
+
+
+def loop_is_vmap(algorithm: Algorithm) -> None:
+    """Clients trained one after another end as clients trained together: no hook mixes them up."""
+    apart, together = Small(algorithm, "loop", **PARTIAL), Small(algorithm, "vmap", **PARTIAL)
+    assert worst(apart.everything(), together.everything()) < CLOSE, "the loop over clients and vmap differ."
+
+
+def cohort_is_cohorts_of_one(algorithm: Algorithm) -> None:
+    """A cohort ends as cohorts of one do, as in a real federation."""
+    together, apart = Small(algorithm, "vmap", **PARTIAL), Small(algorithm, "vmap", **PARTIAL)
+    gather = apart.backend.gather
+
+    def one_by_one(
+        algorithm: Algorithm, shared: State, clients: Sequence[int], *rest: Any, **named: Any
+    ) -> tuple[State, Report]:
+        parts = [gather(algorithm, shared, [client], *rest, **named) for client in clients]
+        return joined([total for total, _ in parts]), parts[0][1]
+
+    apart.backend.gather = one_by_one  # type: ignore[method-assign]
+    assert worst(together.everything(), apart.everything()) < CLOSE, "a cohort and cohorts of one differ."
+
+
+def payloads_add_up(algorithm: Algorithm) -> None:
+    """The server gets the same from one sum over all clients as from the sum of two partial sums."""
+    server = Small(algorithm, rounds=1).server
+    shared = algorithm.broadcast(server)
+
+    def total(clients: list[int]) -> State:
+        return Small(algorithm).backend.gather(algorithm, shared, clients, 1, 0.05, None)[0]
+
+    whole, split = total([0, 1, 2]), joined([total([0]), total([1, 2])])
+    assert ("each" in whole) == (algorithm.uplink == "each"), "a payload has an 'each' if and only if uplink says so."
+    assert float(whole["count"]) == 3, "a payload must hold 'count', one a client."
+    draws = Small(algorithm).backend.draws(algorithm, 1)
+    after = [tree.flatten(algorithm.server_update(server, one, draws)) for one in (whole, split)]
+    assert worst(*after) < CLOSE, "payloads summed in two parts do not come to the whole sum."
+
+
+def resumes_bit_for_bit(algorithm: Algorithm) -> None:
+    """Two rounds, a checkpoint, a third round in a fresh federation: what three rounds in one go come to."""
+    straight = Small(algorithm, **PARTIAL).everything()
+    first, second = Small(algorithm, **PARTIAL | {"rounds": 2}), Small(algorithm, **PARTIAL)
+    with tempfile.TemporaryDirectory() as folder:
+        directory = RunDirectory(folder)
+        directory.save(Checkpoint(2, first.run()[-1].server, first.backend.store.flatten(), {}))
+        checkpoint = directory.load()
+    assert checkpoint is not None
+    second.server = checkpoint.server
+    second.backend.store.restore(checkpoint.clients)
+    resumed = second.everything(start=2)
+    assert straight.keys() == resumed.keys(), f"a resume loses {sorted(straight.keys() ^ resumed.keys())}."
+    wrong = [name for name in straight if not torch.equal(straight[name], resumed[name])]
+    assert not wrong, f"after a resume {', '.join(wrong)} differ."
+
+
+def absent_and_new_clients(algorithm: Algorithm) -> None:
+    """Who is absent keeps its state as it was; who never took part starts from what the server sends."""
+    small = Small(algorithm, rounds=1)
+    shared, store = algorithm.broadcast(small.server), small.backend.store
+    small.backend.gather(algorithm, shared, [0, 1], 0, 0.05, None)
+    kept = {name: value.clone() for name, value in store.flatten().items()}
+    small.backend.gather(algorithm, shared, [1], 1, 0.05, None)
+    after = store.flatten()
+    stale = {name for name in kept if name.startswith("0::")}
+    assert all(torch.equal(kept[name], after[name]) for name in stale), "an absent client's state changed."
+    assert not any(name.startswith("2::") for name in after), "a client that never took part has a state."
+    newcomer = tree.flatten(tree.pick(store.take([2], algorithm, shared), 0))
+    expected = tree.flatten(algorithm.client_init(shared))
+    assert newcomer.keys() == expected.keys() and all(torch.equal(newcomer[name], expected[name]) for name in expected)
+
+
+def dormant_fedcog_is_it(algorithm: Algorithm) -> None:
+    """FedCOG around it that never wakes changes nothing, to the last bit."""
+    if _has_fedcog(algorithm):
+        return
+    plain = Small(algorithm, **PARTIAL).everything()
+    wrapped = Small(dataclasses.replace(COG, inner=algorithm, start_round=99), **PARTIAL).everything()
+    wrong = [name for name, value in plain.items() if not torch.equal(value, wrapped[name])]
+    assert not wrong, f"under a dormant FedCOG {', '.join(wrong)} differ."
+
+
+def awake_fedcog_keeps_its_rule(algorithm: Algorithm) -> None:
+    """FedCOG around it with no weight on what is generated is still it; with weight, it is something else."""
+    if _has_fedcog(algorithm):
+        return
+    awake = dataclasses.replace(COG, inner=algorithm, start_round=0)
+    weightless = dataclasses.replace(awake, weighting="fixed", lambda_kd=0.0)
+    alone, plain = Small(algorithm, **PARTIAL).everything(), Small(weightless, **PARTIAL).everything()
+    assert worst(alone, {name: plain[name] for name in alone}) < CLOSE, "its rule is lost under an awake FedCOG."
+    around = _params(Small(awake, **PARTIAL))
+    assert worst(around, _params(Small(algorithm, **PARTIAL))) > CLOSE, "what FedCOG generates has no effect."
+
+
+def nothing_in_place(algorithm: Algorithm) -> None:
+    """No hook writes over what it was given."""
+    small = Small(algorithm if _has_fedcog(algorithm) else dataclasses.replace(COG, inner=algorithm, start_round=0))
+    shared = small.algorithm.broadcast(small.server)
+    before = {name: value.clone() for name, value in tree.flatten(shared).items()}
+    small.backend.gather(small.algorithm, shared, [0, 1, 2], 0, 0.05, None)
+    kept = {name: value.clone() for name, value in small.backend.store.flatten().items()}
+    own = small.backend.store.flatten()
+    total, _ = small.backend.gather(small.algorithm, shared, [0, 1, 2], 1, 0.05, None)
+    small.algorithm.server_update(small.server, total, small.backend.draws(small.algorithm, 1))
+    touched = [name for name, value in tree.flatten(shared).items() if not torch.equal(before[name], value)]
+    touched += [name for name, value in own.items() if not torch.equal(kept[name], value)]
+    assert not touched, f"{', '.join(touched)} were written over."
+
+
+CONTRACT: dict[str, Callable[[Algorithm], None]] = {
+    check.__name__: check
+    for check in (
+        loop_is_vmap,
+        cohort_is_cohorts_of_one,
+        payloads_add_up,
+        resumes_bit_for_bit,
+        absent_and_new_clients,
+        dormant_fedcog_is_it,
+        awake_fedcog_keeps_its_rule,
+        nothing_in_place,
+    )
+}
+
+
+def check_algorithm(algorithm: Algorithm, neutral: Algorithm | None = None) -> None:
+    """Put an algorithm to every test of the contract; an AssertionError tells all that it fails, each with a reason.
+
+    `neutral` is the same algorithm with settings under which it must be FedAvg, to the last bit.
+    """
+    checks: dict[str, Callable[[], None]] = {}
+    if neutral is not None:
+        checks["neutral_is_fedavg"] = lambda: neutral_is_fedavg(algorithm, neutral)
+    for name, check in CONTRACT.items():
+        checks[name] = lambda check=check: check(algorithm)  # type: ignore[misc]
+    failed = []
+    for name, run in checks.items():
+        try:
+            run()
+        except Exception as error:  # whatever a hook of somebody else's may raise is a finding
+            reason = str(error).strip().splitlines() or [""]
+            failed.append(
+                f"{name}: {'' if isinstance(error, AssertionError) else type(error).__name__ + ': '}{reason[0]}"
+            )
+    assert not failed, f"{algorithm} breaks the contract:\n  " + "\n  ".join(failed)
+
+
+def _has_fedcog(algorithm: Algorithm) -> bool:
+    """FedCOG does not go around itself."""
+    return any(isinstance(layer, FedCOG) for _, layer in layers(algorithm))
+
+
+def _params(small: Small) -> Params:
+    params: Params = small.run()[-1].server["params"]
+    return params

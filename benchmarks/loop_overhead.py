@@ -77,11 +77,11 @@ def main() -> None:
     model, algorithm = Model(module, (3, 32, 32), 10), FedAvg()
     cohort = Cohort(model, SingleLabel(10), data, Optimiser(), batch_size=BATCH, mapping="loop")
     backend = Simulation(cohort, local_steps=options.steps, local_epochs=0, weight_cap=0)
-    server = algorithm.server_init(model.params, model.buffers, options.clients)
+    server = backend.begin(algorithm)
 
     def engine() -> dict[str, Tensor]:
         total, _ = backend.gather(algorithm, algorithm.broadcast(server), range(options.clients), 0, LR, None)
-        params: dict[str, Tensor] = algorithm.server_update(server, total)["params"]
+        params: dict[str, Tensor] = algorithm.server_update(server, total, {})["params"]
         return params
 
     ours, theirs = engine(), by_hand(module, data, options.clients, options.steps)

@@ -5,7 +5,7 @@ import contextlib
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 
 import fedcog
 from fedcog import console, flags
+from fedcog.algorithms import ALGORITHMS, Algorithm
 from fedcog.data import SOURCES, DataError, PartitionError, sources
 from fedcog.experiments import record
 from fedcog.experiments.compare import compare, places
@@ -20,6 +21,7 @@ from fedcog.experiments.config import Experiment, read_experiment
 from fedcog.experiments.prepare import check_ready, check_runnable, share_out
 from fedcog.experiments.record import RecordError, RunDirectory
 from fedcog.experiments.run import Interrupted, default_out, read, run
+from fedcog.federation.rounds import Diverged
 from fedcog.flags import Parser
 from fedcog.models import ModelError
 from fedcog.settings import ConfigError
@@ -29,8 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        options, rest = _parser().parse_known_args(words)
-        options.words = words
+        plain, own = flags.own_algorithms(words)
+        options, rest = _parser(ALGORITHMS | own).parse_known_args(plain)
+        options.words, options.known = words, ALGORITHMS | own
         code: int = options.call(options, rest)
         return code
     except ConfigError as error:
@@ -43,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         reason = str(error).strip().splitlines()[0]
         return console.faults([f"out of memory ({reason}): lower --local-steps, --batch-size or --fedcog.count."])
+    except Diverged as error:
+        console.faults([str(error)])
+        return 1
     except Interrupted as stop:
         console.note(str(stop))
         return 130
@@ -57,13 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace, rest: list[str]) -> int:
     values, faults = flags.given(options, rest)
     if options.resume is not None:
-        recorded = RunDirectory(options.resume).experiment()
+        recorded = RunDirectory(options.resume).experiment(options.known)
         if strange := check_runnable(recorded):
             raise ConfigError(strange)
         there = recorded.to_dict()
         faults += [f"--resume continues the run in {options.resume}: leave --out out."] if options.out else []
         values = flags.merge(there, values)
-    experiment = _ready(values, faults)
+    experiment = _ready(values, faults, options.known)
     out = Path(options.resume or options.out or default_out(experiment))
     with console.Progress(experiment.rounds, _recorded(out), options.style) as progress:
         console.experiment(experiment, out, options.style)
@@ -90,7 +96,7 @@ def _compare(options: argparse.Namespace, rest: list[str]) -> int:
         faults.append("compare needs at least one algorithm, such as: --algorithms fedavg fedprox fedprox+fedcog.")
     for name in options.algorithms or []:
         try:
-            experiments.append(read_experiment(values | {"algorithm": name}))
+            experiments.append(read_experiment(values | {"algorithm": name}, known=options.known))
         except ConfigError as error:
             unready += [fault for fault in error.faults if fault not in unready]
     seeds = _seeds(options.seeds, faults)
@@ -150,7 +156,7 @@ def _list(options: argparse.Namespace, rest: list[str]) -> int:
 
 def _partition(options: argparse.Namespace, rest: list[str]) -> int:
     values, faults = flags.given(options, rest)
-    experiment = _ready(values, faults)
+    experiment = _ready(values, faults, options.known)
     dataset = sources.load(experiment.dataset, experiment.data_dir or None)
     shares = share_out(experiment, dataset)
     counts = torch.stack([torch.bincount(dataset.train_y[one], minlength=len(dataset.classes)) for one in shares])
@@ -177,14 +183,14 @@ def _data(options: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
-def _ready(values: dict[str, Any], faults: list[str]) -> Experiment:
+def _ready(values: dict[str, Any], faults: list[str], known: Mapping[str, type[Algorithm]]) -> Experiment:
     """The experiment that the settings describe, with its data and device there; else every fault."""
     try:
-        experiment = read_experiment(values, faults)
+        experiment = read_experiment(values, faults, known)
     except ConfigError as error:
         partial = {key: values[key] for key in ("dataset", "data_dir", "device") if isinstance(values.get(key), str)}
-        known = str(values.get("dataset", "digits")) in SOURCES
-        raise ConfigError(error.faults + (check_ready(Experiment(**partial)) if known else [])) from None
+        there = str(values.get("dataset", "digits")) in SOURCES
+        raise ConfigError(error.faults + (check_ready(Experiment(**partial)) if there else [])) from None
     if unready := check_ready(experiment):
         raise ConfigError(unready)
     return experiment
@@ -209,7 +215,7 @@ def _command(options: argparse.Namespace) -> str:
     return shlex.join(["fedcog", *options.words])
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(algorithms: Mapping[str, type[Algorithm]]) -> argparse.ArgumentParser:
     parser = Parser(prog="fedcog", description=fedcog.__doc__)
     parser.add_argument("--version", action="version", version=f"fedcog {fedcog.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -217,13 +223,13 @@ def _parser() -> argparse.ArgumentParser:
     one = _command_parser(commands, "run", _run, "run one experiment, or continue one", "[FILE.toml]")
     one.add_argument("--resume", metavar="DIR", help="continue the run in DIR")
     one.add_argument("--out", metavar="DIR", help="where the run goes (default: runs/DATASET-ALGORITHM-SEED)")
-    flags.add_experiment(one)
+    flags.add_experiment(one, algorithms)
 
     several = _command_parser(commands, "compare", _compare, "run several algorithms over several seeds", "[FILE.toml]")
     several.add_argument("--algorithms", nargs="+", metavar="NAME", help="such as: fedavg fedprox fedprox+fedcog")
     several.add_argument("--seeds", nargs="+", metavar="SEED", default=["0", "1", "2"], help="default: 0 1 2")
     several.add_argument("--out", metavar="DIR", help="where the runs go (default: runs/compare-DATASET)")
-    flags.add_experiment(several)
+    flags.add_experiment(several, algorithms)
 
     look = _command_parser(commands, "report", _report, "make one page of the runs in some directories")
     look.add_argument("directories", nargs="+", metavar="DIR", help="a run, or a folder with runs anywhere below")
@@ -237,7 +243,7 @@ def _parser() -> argparse.ArgumentParser:
 
     shares = _command_parser(commands, "partition", _partition, "show who would hold what", "[FILE.toml]")
     shares.add_argument("--figure", metavar="FILE.svg", help="draw it, too")
-    flags.add_experiment(shares)
+    flags.add_experiment(shares, algorithms)
 
     data = commands.add_parser("data", help="list data sets, get one, or show where they are looked for")
     actions = data.add_subparsers(title="actions", metavar="ACTION", required=True, dest="action")

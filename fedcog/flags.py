@@ -2,11 +2,13 @@
 
 import argparse
 import shutil
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from fedcog import settings
-from fedcog.algorithms import ALGORITHMS
+from fedcog.algorithms import Algorithm
 from fedcog.experiments.config import Experiment, read_toml
+from fedcog.experiments.own import Classes, resolve
 from fedcog.settings import ConfigError, Setting
 
 MISSING = object()
@@ -34,14 +36,32 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError([f"{message}. See {self.prog} --help."])
 
 
-def add_experiment(parser: argparse.ArgumentParser) -> None:
+def own_algorithms(words: Sequence[str]) -> tuple[list[str], Classes]:
+    """The words with plain names for algorithms given as FILE.py:Class, and those classes."""
+    plain, classes, named = list[str](), Classes(), False
+    for word in words:
+        flag, equals, text = word.partition("=")
+        if word.startswith("--"):
+            named = flag in ("--algorithm", "--algorithms")
+        else:
+            flag, equals, text = "", "", word
+        if named and ".py:" in text:
+            text, found = resolve(text)
+            classes |= found
+        plain.append(f"{flag}{equals}{text}")
+    return plain, classes
+
+
+def add_experiment(parser: argparse.ArgumentParser, algorithms: Mapping[str, type[Algorithm]]) -> None:
     """A flag for every setting, in groups, with help, bounds and default."""
     group = parser.add_argument_group("algorithm")
     group.add_argument(
-        "--algorithm", metavar="NAME", help="base and wrappers, such as fedprox+fedcog (default: fedavg)"
+        "--algorithm",
+        metavar="NAME",
+        help="base and wrappers, such as fedprox+fedcog (default: fedavg); of your own: FILE.py:Class",
     )
     group.add_argument("--fedcog", action="store_true", help="wrap the algorithm in FedCOG")
-    for key, setting in known().items():
+    for key, setting in known(algorithms).items():
         table = key.rpartition(".")[0]
         title = f"settings of {table}" if table else GROUPS.get(key)
         if title and (not group or group.title != title):
@@ -75,7 +95,7 @@ def given(options: argparse.Namespace, rest: list[str]) -> tuple[dict[str, Any],
         except ConfigError as error:
             faults += error.faults
     found: dict[str, Any] = {}
-    for key, setting in known().items():
+    for key, setting in known(options.known).items():
         text = getattr(options, key)
         if text is None:
             continue
@@ -96,7 +116,7 @@ def given(options: argparse.Namespace, rest: list[str]) -> tuple[dict[str, Any],
         values["algorithm"] = base if "fedcog" in base.split("+") else f"{base}+fedcog"
     names = getattr(options, "algorithms", None) or [str(values.get("algorithm", "fedavg"))]
     used = {part for name in names for part in name.split("+")}
-    for table in ALGORITHMS:  # a file may hold the settings of others, but a flag is meant
+    for table in options.known:  # a file may hold the settings of others, but a flag is meant
         if table in found and table not in used:
             faults.append(f"{table} has settings, but the algorithm is {', '.join(names)}: add {table}, or leave them.")
     return values, faults
@@ -125,9 +145,9 @@ def leftovers(rest: list[str]) -> tuple[list[str], list[str]]:
     return files, flags
 
 
-def known() -> dict[str, Setting]:
+def known(algorithms: Mapping[str, type[Algorithm]]) -> dict[str, Setting]:
     """Every setting there is a flag for, an algorithm's own under its name."""
     found = settings.settings(Experiment)
-    for name, cls in ALGORITHMS.items():
+    for name, cls in algorithms.items():
         found |= {f"{name}.{key}": setting for key, setting in settings.settings(cls).items()}
     return found

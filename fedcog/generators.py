@@ -1,7 +1,7 @@
 """Generators as pure functions of random numbers: virtual data for VHL, and FedGen's features from labels."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +41,7 @@ def style_images(latents: Tensor, numbers: Tensor, input_shape: tuple[int, ...])
     convolution; 4x4 is doubled to 32x32, then resized.
     """
     sizes = style_sizes(input_shape[0])
-    parts = [part.reshape(size) for part, size in zip(numbers.split([math.prod(s) for s in sizes]), sizes, strict=True)]
+    parts = _parts(numbers, sizes)
     style = latents
     for weight in parts[:2]:
         style = F.leaky_relu(style @ weight.T / math.sqrt(LATENT), 0.2) * math.sqrt(2)
@@ -69,10 +69,7 @@ def feature_generator(numbers: Tensor, noise: int, classes: int, hidden: int, wi
     The first layer has no bias: BatchNorm takes it off again, and Adam would blow its rounding errors up.
     """
     shapes = feature_sizes(noise, classes, hidden, width)
-    first, last = (
-        part.reshape(shape) / math.sqrt(shape[1])
-        for part, shape in zip(numbers.split([a * b for a, b in shapes]), shapes, strict=True)
-    )
+    first, last = (part / math.sqrt(part.shape[1]) for part in _parts(numbers, shapes))
     zeros, ones = first.new_zeros(hidden), first.new_ones(hidden)
     weights = {"0.weight": first, "1.weight": ones, "1.bias": zeros, "3.weight": last, "3.bias": last.new_zeros(width)}
     return weights | {"1.running_mean": zeros, "1.running_var": ones}
@@ -126,6 +123,12 @@ def at_rest(weights: Params) -> State:
     """How a generator moves that was never taught."""
     zeros = {name: torch.zeros_like(value) for name, value in weights.items() if "running" not in name}
     return {"first": zeros, "second": dict(zeros), "step": torch.zeros_like(weights["3.bias"][0])}
+
+
+def _parts(numbers: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """A long vector cut up into tensors of these shapes."""
+    parts = torch.split(numbers, [math.prod(shape) for shape in shapes])
+    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _first(weights: Params, noise: Tensor, labels: Tensor, classes: int) -> Tensor:

@@ -12,13 +12,15 @@ ROOT = Path(__file__).parent.parent / "fedcog"
 # A room, from the bottom up; a module may import its own room and those before it. `data` stands aside of the models.
 ROOMS = [
     {"fedcog.tree", "fedcog.streams", "fedcog.settings"},
+    {"fedcog.optimiser"},
     {"fedcog.data"},
     {"fedcog.task"},
     {"fedcog.models"},
-    {"fedcog.generation"},
+    {"fedcog.generation", "fedcog.generators"},
     {"fedcog.algorithms"},
     {"fedcog.federation"},
     {"fedcog.experiments"},
+    {"fedcog.testing"},
     {"fedcog.console", "fedcog.flags"},
     {"fedcog.cli"},
     {"fedcog.__main__", "fedcog.__init__"},

@@ -76,7 +76,8 @@ class FedGen(Algorithm):
             logits = made @ heads["weight"].mT + (heads["bias"][:, None] if "bias" in heads else 0)
             chance = logits.log_softmax(-1)[:, torch.arange(len(labels), device=labels.device), labels]
             apart = (eps[:, None] - eps).square().mean(-1) * (made[:, None] - made).abs().mean(-1)
-            return -(shares[:, labels] * chance).mean(-1).sum() + self.diversity * (-apart.mean()).exp()
+            taught: Tensor = -(shares[:, labels] * chance).mean(-1).sum()
+            return taught + self.diversity * (-apart.mean()).exp()
 
         labels = there[(draws["server_labels"] * len(there)).long().clamp(max=len(there) - 1)]
         lr, eps = self.lr * self.decay ** float(server["round"]), draws["server_eps"]
@@ -93,11 +94,9 @@ class FedGen(Algorithm):
         made = site.model.classify(outputs["params"], generators.features(generator, drawn["made_eps"], asked, classes))
         like = generators.features(generator, drawn["real_eps"], batch["y"], classes)
         wanted = site.model.classify(outputs["params"], like).detach()
-        return (
-            super().data_loss(outputs, batch, site)
-            + self._weight(self.alpha, site) * site.task.loss(made, asked).mean()
-            + self._weight(self.beta, site) * site.task.distil(wanted, outputs["logits"][..., :classes]).mean()
-        )
+        learnt = self._weight(self.alpha, site) * site.task.loss(made, asked).mean()
+        agreed = self._weight(self.beta, site) * site.task.distil(wanted, outputs["logits"][..., :classes]).mean()
+        return super().data_loss(outputs, batch, site) + learnt + agreed
 
     def outputs(self, params: Params, batch: Batch, site: Site) -> State:
         """FedAvg's, and the parameters, whose head the generated features go into."""
@@ -105,5 +104,5 @@ class FedGen(Algorithm):
 
     def _weight(self, weight: float, site: Site) -> Tensor:
         """The weight in this round: none in the first, then less and less."""
-        late = site.shared["round"] > 0
-        return late * (weight * self.decay ** site.shared["round"]).clamp(min=1e-4 if weight else 0.0)
+        round: Tensor = site.shared["round"]
+        return (round > 0) * (weight * self.decay**round).clamp(min=1e-4 if weight else 0.0)

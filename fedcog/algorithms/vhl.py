@@ -55,6 +55,10 @@ class VHL(Wrapper):
         head = {"virtual.weight": like.new_zeros(classes, origin.model.width), "virtual.bias": like.new_zeros(classes)}
         return self.inner.server_init(origin._replace(params=dict(sorted((origin.params | head).items()))))
 
+    def server_model(self, server: State) -> Params:
+        """Inner's, without the head for the virtual classes."""
+        return {n: value for n, value in self.inner.server_model(server).items() if not n.startswith("virtual.")}
+
     def unpack(self, shared: State, draws: State, model: Model) -> State:
         """Inner's, and the virtual examples."""
         place = torch.arange(self.virtual, device=draws["virtual_mean"].device)
@@ -74,30 +78,32 @@ class VHL(Wrapper):
     def outputs(self, params: Params, batch: Batch, site: Site) -> State:
         """Inner's, those on virtual examples, and on both those of the virtual head."""
         outputs = self.inner.outputs(params, batch, site)
-        logits, features = site.model.forward(params, site.still.buffers, batch["virtual"]["x"])
-        made = {"virtual_logits": logits, "virtual_features": features}
-        if self.labels == "separate":
-            weight, bias = params["virtual.weight"], params["virtual.bias"]
-            for key, seen in (("logits", outputs["features"]), ("virtual_logits", features)):
-                wide = torch.cat([(outputs | made)[key], F.linear(seen, weight, bias)], dim=-1)
-                made[f"wide_{key}"] = wide
-        return outputs | made
+        made = self.inner.outputs(params, batch | batch["virtual"], site.still)
+        return outputs | {
+            "natural": self._wide(outputs, params),
+            "virtual": made | {"logits": self._wide(made, params)},
+        }
 
     def data_loss(self, outputs: State, batch: Batch, site: Site) -> Tensor:
         """Inner's, over natural and virtual classes alike, + alpha * the loss on virtual examples."""
-        wide = self.labels == "separate"
-        seen = outputs | ({"logits": outputs["wide_logits"]} if wide else {})
-        logits = outputs["wide_virtual_logits"] if wide else outputs["virtual_logits"]
-        labels = batch["virtual"]["y"] + (site.model.classes if wide else 0)
-        return self.inner.data_loss(seen, batch, site) + self.alpha * site.task.loss(logits, labels).mean()
+        labels = batch["virtual"]["y"] + (site.model.classes if self.labels == "separate" else 0)
+        virtual = site.task.loss(outputs["virtual"]["logits"], labels).mean()
+        return self.inner.data_loss(outputs | {"logits": outputs["natural"]}, batch, site) + self.alpha * virtual
 
     def penalty(self, params: Params, outputs: State, batch: Batch, site: Site) -> Tensor:
         """Inner's + lambda * contrast(real, virtual at rest) + kappa * contrast(virtual), in the first epochs."""
-        made, labels = outputs["virtual_features"], batch["virtual"]["y"]
+        made, labels = outputs["virtual"]["features"], batch["virtual"]["y"]
         both = torch.cat([outputs["features"], made.detach()]), torch.cat([batch["y"], labels])
         aligned = self.lambda_align * self.contrast(*both) + self.kappa * self.contrast(made, labels)
         early = site.step * site.batch_size // site.counts.sum() < self.align_epochs
         return self.inner.penalty(params, outputs, batch, site) + early * aligned
+
+    def _wide(self, outputs: State, params: Params) -> Tensor:
+        """The logits of natural classes, and where they are apart, of virtual ones."""
+        logits: Tensor = outputs["logits"]
+        if self.labels == "shared":
+            return logits
+        return torch.cat([logits, F.linear(outputs["features"], params["virtual.weight"], params["virtual.bias"])], -1)
 
     def contrast(self, features: Tensor, labels: Tensor) -> Tensor:
         """Supervised contrast (Khosla et al., NeurIPS 2020, eq. 2); who has no fellow counts nothing, but counts."""

@@ -55,6 +55,12 @@ class Experiment:
     model: str = setting("auto", "network: see `fedcog list`; auto: the paper's for the data set")
     rounds: int = setting(70, "communication rounds", ">= 1", identity=False)
     participation: float = setting(1.0, "share of the clients that takes part in a round", "> 0", "<= 1")
+    selection: Literal["uniform", "power-of-choice"] = setting("uniform", "how the clients of a round are chosen")
+    candidates: int = setting(0, "power-of-choice: clients asked for their loss; 0: twice those that take part", ">= 0")
+    choice_loss: Literal["all", "batch"] = setting("all", "power-of-choice: loss over all examples, or over one batch")
+    weights: Literal["auto", "examples", "uniform"] = setting(
+        "auto", "clients count by their examples, or alike; auto: alike under power-of-choice alone"
+    )
     weight_cap: int = setting(0, "examples beyond which a client weighs no more; 0: the largest client's", ">= 0")
 
     local_steps: int = setting(400, "local steps per round", ">= 1")
@@ -68,6 +74,9 @@ class Experiment:
     grad_clip: float = setting(0.0, "limit on the length of a client's gradient; 0: none", ">= 0")
 
     seed: int = setting(0, "seed of everything random", ">= 0")
+    on_divergence: Literal["stop", "skip"] = setting(
+        "stop", "when a client's update is not finite: stop, or leave that client out of the round"
+    )
     evaluate_every: int = setting(1, "rounds between evaluations; the last is always evaluated", ">= 1")
     evaluate_local: bool = setting(True, "evaluate the clients' local models too")
     checkpoint_every: int = setting(1, "rounds between checkpoints", ">= 1", identity=False)
@@ -162,19 +171,26 @@ def name_of(algorithm: Algorithm) -> str:
     return "+".join(reversed([name for name, _ in layers(algorithm)]))
 
 
-def make_algorithm(name: str, tables: Mapping[str, Any] | None = None) -> Algorithm:
+def make_algorithm(
+    name: str, tables: Mapping[str, Any] | None = None, known: Mapping[str, type[Algorithm]] = ALGORITHMS
+) -> Algorithm:
     """The algorithm called `name`, such as fedprox+fedcog: a base, then what is wrapped around it.
 
-    `tables` holds settings by algorithm. A wrapper's name alone goes around FedAvg.
+    `tables` holds settings by algorithm, `known` the classes by name. A wrapper's name alone goes around FedAvg.
     """
     tables, faults = tables or {}, list[str]()
     algorithm: Algorithm | None = None
     for part in name.split("+"):
-        cls = ALGORITHMS.get(part)
+        cls = known.get(part)
         if cls is None:
-            faults.append(settings.unknown("algorithm", part, ALGORITHMS))
+            faults.append(
+                f"algorithm '{part}': nothing that a settings file names is run; name the file on the command line, "
+                f"--algorithm {part}."
+                if ".py:" in part
+                else settings.unknown("algorithm", part, known)
+            )
             continue
-        own, trouble = _read_table(part, tables)
+        own, trouble = _read_table(part, tables, known)
         faults += trouble
         if issubclass(cls, Wrapper):
             algorithm = cls(inner=algorithm or Algorithm(), **own)
@@ -183,52 +199,58 @@ def make_algorithm(name: str, tables: Mapping[str, Any] | None = None) -> Algori
         else:
             faults.append(
                 f"algorithm '{name}': '{part}' is not a wrapper, so it comes first; wrappers are "
-                f"{', '.join(key for key, known in ALGORITHMS.items() if issubclass(known, Wrapper))}."
+                f"{', '.join(key for key, one in known.items() if issubclass(one, Wrapper))}."
             )
     if faults or algorithm is None:
         raise ConfigError(faults)
     return algorithm
 
 
-def _read_table(name: str, tables: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _read_table(
+    name: str, tables: Mapping[str, Any], known: Mapping[str, type[Algorithm]]
+) -> tuple[dict[str, Any], list[str]]:
     table = tables.get(name, {})
     if not isinstance(table, Mapping):
         return {}, [f"'{name}' holds the settings of an algorithm; write {name}.SETTING, or a table [{name}]."]
-    return settings.read(ALGORITHMS[name], table, f"{name}.")
+    return settings.read(known[name], table, f"{name}.")
 
 
-def read_recorded(values: Mapping[str, Any]) -> Experiment:
+def read_recorded(values: Mapping[str, Any], known: Mapping[str, type[Algorithm]] = ALGORITHMS) -> Experiment:
     """The experiment in a run's record: like `read_experiment`, but algorithms that are unknown here are let stand."""
-    strangers = {part for part in str(values.get("algorithm")).split("+") if part not in ALGORITHMS}
+    strangers = {part for part in str(values.get("algorithm")).split("+") if part not in known}
     if not strangers:
-        return read_experiment(values)
-    experiment = read_experiment({k: v for k, v in values.items() if k not in {"algorithm", *strangers, *ALGORITHMS}})
+        return read_experiment(values, known=known)
+    experiment = read_experiment({k: v for k, v in values.items() if k not in {"algorithm", *strangers, *known}})
     algorithm = Algorithm()
     for place, part in enumerate(str(values["algorithm"]).split("+")):
         table = values.get(part, {})
         own = tuple(table.items()) if isinstance(table, Mapping) else ()
-        if part in ALGORITHMS:
-            inside: dict[str, Any] = {"inner": algorithm} if issubclass(ALGORITHMS[part], Wrapper) else {}
-            algorithm = ALGORITHMS[part](**inside, **_read_table(part, values)[0])
+        if part in known:
+            inside: dict[str, Any] = {"inner": algorithm} if issubclass(known[part], Wrapper) else {}
+            algorithm = known[part](**inside, **_read_table(part, values, known)[0])
         else:
             algorithm = RecordedWrapper(algorithm, part, own) if place else Recorded(part, own)
     return dataclasses.replace(experiment, algorithm=algorithm)
 
 
-def read_experiment(values: Mapping[str, Any], faults: list[str] | None = None) -> Experiment:
-    """The experiment that settings by name describe; every fault at once, after those already known."""
+def read_experiment(
+    values: Mapping[str, Any],
+    faults: list[str] | None = None,
+    known: Mapping[str, type[Algorithm]] = ALGORITHMS,
+) -> Experiment:
+    """The experiment that settings by name describe; every fault at once, after those already found."""
     faults = list(faults or [])
-    tables = {name: value for name, value in values.items() if name in ALGORITHMS}
+    tables = {name: value for name, value in values.items() if name in known}
     name = values.get("algorithm", "fedavg")
     algorithm: Algorithm | None = None
     try:
-        algorithm = make_algorithm(name, tables) if isinstance(name, str) else None
+        algorithm = make_algorithm(name, tables, known) if isinstance(name, str) else None
         if algorithm is None:
             faults.append(f"algorithm needs text, such as 'fedprox+fedcog', not {name!r}.")
     except ConfigError as error:
         faults += error.faults
     for table in tables.keys() - set(str(name).split("+")):  # of no use here, but not to be wrong either
-        faults += _read_table(table, tables)[1]
+        faults += _read_table(table, tables, known)[1]
     good, trouble = settings.read(Experiment, {k: v for k, v in values.items() if k not in {"algorithm", *tables}})
     faults += trouble
     try:

@@ -15,7 +15,8 @@ from fedcog.data.partition import Rule
 from fedcog.experiments.config import Experiment, Recorded, RecordedWrapper, layers
 from fedcog.federation import evaluate
 from fedcog.federation.cohort import Cohort
-from fedcog.federation.rounds import Schedule
+from fedcog.federation.rounds import Schedule, round_half_up
+from fedcog.federation.selection import PowerOfChoice, Selection, Uniform
 from fedcog.federation.simulation import Simulation
 from fedcog.models import Model, build
 from fedcog.optimiser import Optimiser
@@ -74,18 +75,28 @@ class Prepared:
             local_steps=experiment.local_steps,
             local_epochs=experiment.local_epochs,
             weight_cap=experiment.weight_cap,
+            weights=("uniform" if experiment.selection == "power-of-choice" else "examples")
+            if experiment.weights == "auto"
+            else experiment.weights,
+            skip_diverged=experiment.on_divergence == "skip",
         )
         self.schedule = Schedule(
             rounds=experiment.rounds,
-            clients=self.data.clients,
-            participation=experiment.participation,
-            seed=experiment.seed,
+            selection=selection(experiment, self.data.sizes.tolist()),
             lr=experiment.lr,
             lr_decay=experiment.lr_decay,
             evaluate_every=experiment.evaluate_every,
             evaluate_local=experiment.evaluate_local,
         )
-        self.server = experiment.algorithm.server_init(self.model.params, self.model.buffers, self.data.clients)
+        if self.model.head is None and any(layer.needs_head for _, layer in layers(experiment.algorithm)):
+            wanting = ", ".join(name for name, layer in layers(experiment.algorithm) if layer.needs_head)
+            raise ConfigError(
+                [
+                    f"{wanting} looks at features, and this network has none to tell: its outputs must be those of one "
+                    "nn.Linear, called once and last, whose weights are its own. Change the network, or the algorithm."
+                ]
+            )
+        self.server = self.backend.begin(experiment.algorithm)
 
     def hits(self, server: State) -> Tensor:
         """Right answers of the server's model per class on the test set."""
@@ -132,7 +143,7 @@ class Prepared:
         return {name: self.data.pictures(value) if name == "images" else value for name, value in exhibit.items()}
 
     def _hits(self, server: State, x: Tensor, y: Tensor) -> Tensor:
-        weights = server["params"] | server["buffers"]
+        weights = self.experiment.algorithm.server_model(server)
         return evaluate.hits(self.model, self.task, self.data, weights, x, y, lambda function: function)
 
     def _fingerprint(self) -> str:
@@ -157,6 +168,22 @@ def share_out(experiment: Experiment, dataset: Dataset) -> list[Tensor]:
     users = None if dataset.users is None else dataset.users.numpy()
     shares = partition.split(experiment.partition, dataset.train_y.numpy(), users, rule, seed)
     return [torch.from_numpy(share) for share in shares]
+
+
+def selection(experiment: Experiment, sizes: list[int]) -> Selection:
+    """How the clients of a round are chosen, given how many examples each holds."""
+    count = max(1, round_half_up(experiment.participation * len(sizes)))
+    if experiment.selection == "uniform":
+        return Uniform(len(sizes), count, experiment.seed)
+    pool = experiment.candidates or min(2 * count, len(sizes))
+    if not count <= pool <= len(sizes):
+        raise ConfigError(
+            [
+                f"candidates needs a number from {count} (the clients of a round) to {len(sizes)} (all there are), "
+                f"not {pool}."
+            ]
+        )
+    return PowerOfChoice(tuple(sizes), count, pool, experiment.seed, experiment.choice_loss)
 
 
 def model_name(experiment: Experiment, shape: tuple[int, ...]) -> str:
@@ -185,7 +212,11 @@ def find_device(name: str) -> torch.device:
 def check_runnable(experiment: Experiment) -> list[str]:
     """What stands in the way of a run read from a record: algorithms that are only names here."""
     strangers = [name for name, layer in layers(experiment.algorithm) if isinstance(layer, Recorded | RecordedWrapper)]
-    return [f"{name} is an algorithm of your own: continue it from Python, fedcog.run(...)." for name in strangers]
+    return [
+        f"{name} is an algorithm of your own: say where it is, --algorithm FILE.py:{name}, or continue it from Python, "
+        "fedcog.run(...)."
+        for name in strangers
+    ]
 
 
 def check_ready(experiment: Experiment) -> list[str]:

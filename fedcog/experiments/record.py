@@ -14,7 +14,7 @@ import fcntl
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialise
 
 from fedcog import tree
+from fedcog.algorithms import ALGORITHMS, Algorithm
 from fedcog.experiments.config import Experiment, read_recorded, read_toml
 from fedcog.settings import ConfigError
 from fedcog.tree import Params, State
@@ -76,12 +77,12 @@ class RunDirectory:
         """Does a run live here?"""
         return (self.path / "experiment.toml").exists()
 
-    def experiment(self) -> Experiment:
-        """The experiment this run is of."""
+    def experiment(self, known: Mapping[str, type[Algorithm]] = ALGORITHMS) -> Experiment:
+        """The experiment this run is of; algorithms that are not `known` are only names."""
         if not self.exists():
             raise RecordError(f"there is no run in {self.path}: experiment.toml is missing.")
         try:
-            return read_recorded(read_toml(self.path / "experiment.toml"))
+            return read_recorded(read_toml(self.path / "experiment.toml"), known)
         except ConfigError as error:
             raise RecordError(f"{self.path / 'experiment.toml'} is damaged: {' '.join(error.faults)}") from error
 

@@ -5,7 +5,7 @@ import datetime
 import platform
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,10 @@ from torch import nn
 import fedcog
 from fedcog import tree
 from fedcog.data import Dataset
-from fedcog.experiments.config import Experiment, name_of
+from fedcog.experiments.config import Experiment, layers, name_of, own_settings
 from fedcog.experiments.prepare import Prepared, surroundings
 from fedcog.experiments.record import Checkpoint, RecordError, RunDirectory
-from fedcog.federation.rounds import federate
+from fedcog.federation.rounds import Diverged, Round, federate
 from fedcog.models import build
 from fedcog.tree import State
 
@@ -92,14 +92,17 @@ def run(
         directory.save_federation(*prepared.federation())
         directory.rewind(start)
         done = federate(experiment.algorithm, prepared.backend, prepared, prepared.schedule, prepared.server, start)
-        for line, server, exhibit in done:
+
+        def save(round: int, server: State) -> None:
+            directory.save(Checkpoint(round, server, prepared.backend.store.flatten(), prepared.about))
+
+        for line, server, exhibit in _watched(done, experiment, save):
             if exhibit:
                 directory.save_exhibit(line["round"], prepared.shown(exhibit))
             directory.append(line)
             stop = stopping is not None and stopping() and line["round"] < experiment.rounds
             if line["round"] % experiment.checkpoint_every == 0 or line["round"] == experiment.rounds or stop:
-                clients = prepared.backend.store.flatten()
-                directory.save(Checkpoint(line["round"], server, clients, prepared.about))
+                save(line["round"], server)
             if watch:
                 watch(experiment, line)
             if stop:
@@ -125,9 +128,9 @@ def load(path: str | Path, model: nn.Module | None = None) -> nn.Module:
                 f"the run in {path} trained a network of your own: load({str(path)!r}, model=YourNetwork())."
             )
         model = build(name, tuple(checkpoint.about["input_shape"]), checkpoint.about["classes"], experiment.seed)
-    weights = checkpoint.server["params"] | checkpoint.server["buffers"]
     known = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     trained = {name for name, value in model.named_parameters() if value.requires_grad}
+    weights = experiment.algorithm.server_model(checkpoint.server)
     if not trained <= weights.keys() <= known:
         raise RecordError(f"the network given is not the one the run in {path} trained: its parameters differ in name.")
     model = model.to(getattr(torch, experiment.precision))
@@ -196,6 +199,41 @@ def _restore(directory: RunDirectory, prepared: Prepared) -> int:
     prepared.server = tree.to(checkpoint.server, prepared.device)
     prepared.backend.store.restore(tree.to(checkpoint.clients, prepared.device))
     return checkpoint.round
+
+
+def _watched(rounds: Iterator[Round], experiment: Experiment, save: Callable[[int, State], None]) -> Iterator[Round]:
+    """The rounds; where training diverges, the last good one is saved and the likely setting named."""
+    last: Round | None = None
+    try:
+        for last in rounds:
+            yield last
+    except Diverged as error:
+        if last is not None:
+            save(last.line["round"], last.server)
+        good = f"The checkpoint is that of round {error.round}." if error.round else "There is no good round before it."
+        raise Diverged(error.clients, error.round, f"{_advice(experiment, error)} {good}") from None
+
+
+def _advice(experiment: Experiment, error: Diverged) -> str:
+    """Which setting is the likely cause, and what to do about it."""
+    if not error.clients:
+        name, base = layers(experiment.algorithm)[-1]
+        told = ", ".join(f"--{name}.{key} {value}" for key, value in own_settings(base).items())
+        return f"The likely cause is the server's step ({told or name}): change its settings."
+    rate = experiment.lr * experiment.lr_decay**error.round
+    momentum = experiment.momentum if experiment.optimizer == "sgd" else 0.0
+    for name, layer in layers(experiment.algorithm):
+        for key, curvature in layer.stiffness().items():
+            if experiment.optimizer == "sgd" and rate * curvature >= 2 * (1 + momentum):
+                return (
+                    f"The likely setting is --{name}.{key} {curvature:g}: at lr {rate:g} each step overshoots what it "
+                    f"pulls to. Keep it below {2 * (1 + momentum) / rate:g}, or lower --lr."
+                )
+    length = f", {rate / (1 - momentum):g} with momentum" if momentum else ""
+    return (
+        f"The likely setting is --lr {experiment.lr:g} (a step length of {rate:g}{length}): lower it, set "
+        "--grad-clip 10, or leave such clients out of their round with --on-divergence skip."
+    )
 
 
 def _forms(*states: State) -> list[dict[str, tuple[torch.Size, torch.dtype]]]:

@@ -35,7 +35,7 @@ def loss(model: Model, task: Task, data: FederatedData, weights: Params, index: 
     """The mean loss of a model in use over some training examples."""
     total = 0.0
     with torch.no_grad():
-        for part in index.split(BATCH):
+        for part in torch.split(index, BATCH):
             examples = data.examples(part)
             total += float(task.loss(model.predict(weights, examples["x"]), examples["y"]).sum())
     return total / len(index)

@@ -1,4 +1,4 @@
-"""Every method against plain loops over plain tensors, written from the algorithm boxes without a look at the package."""
+"""Every method against plain loops over plain tensors, written from the algorithm boxes without a look at ours."""
 
 import dataclasses
 from collections.abc import Callable

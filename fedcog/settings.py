@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 LARGEST = 2**60  # no number is meant to be larger, and arithmetic on one that were would wrap
@@ -120,11 +120,18 @@ def read(cls: type, values: Mapping[str, Any], prefix: str = "") -> tuple[dict[s
     return good, faults
 
 
+def _close(name: str, known: Sequence[str]) -> list[str]:
+    """The name that comes nearest, and another where it comes as near."""
+    likeness = {one: difflib.SequenceMatcher(None, one, name).ratio() for one in known}
+    best = sorted(known, key=lambda one: -likeness[one])[:2]
+    return [one for one in best if likeness[one] >= max(0.6, likeness[best[0]] - 0.15)]
+
+
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
     """The fault of a name that nobody knows, with those that come near, or all."""
     known = list(known)
     last = name.lstrip("-").rpartition(".")[2]
     near = [one for one in known if one.lstrip("-").rpartition(".")[2] == last]
-    near = near or difflib.get_close_matches(name, known, n=2, cutoff=0.6)
+    near = near or _close(name, known)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}."
     return f"unknown {what} '{name}': {hint}"

@@ -138,7 +138,7 @@ def test_all_faults_at_once_and_no_traceback(capsys: pytest.CaptureFixture[str])
         ("run --data-dir ~nosuchuser --dataset cifar10", "is not here"),
         ("run --local-steps 100000000000 --rounds 1", "out of memory"),
         ("report file --target 2", "target needs a share"),
-        ("run --count 3", "did you mean --fedcog.count?"),
+        ("run --count 3", "did you mean --fedcog.count or --fedreg.count?"),
         ("compare --algorithms fedavg fedmagic", "unknown algorithm 'fedmagic'"),
         ("compare --algorithms fedavg --seeds one", "seeds needs whole numbers"),
         (

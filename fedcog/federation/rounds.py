@@ -20,8 +20,9 @@ class Diverged(Exception):
     def __init__(self, clients: Sequence[int], round: int, advice: str = "") -> None:
         self.clients, self.round, self.advice = list(clients), round, advice
         who = ", ".join(str(client) for client in clients)
-        whose = f"the update of client {who}" if clients else "the server's model after the update"
-        super().__init__(f"training diverged in round {round + 1}: {whose} is not finite. {advice}".strip())
+        whose = f"the updates of clients {who} are" if len(clients) > 1 else f"the update of client {who} is"
+        whose = whose if clients else "what the server made of finite updates is"
+        super().__init__(f"training diverged in round {round + 1}: {whose} not finite. {advice}".strip())
 
 
 class Report(NamedTuple):

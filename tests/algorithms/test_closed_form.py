@@ -121,7 +121,7 @@ def test_the_gradient_of_fedcog_around_fedprox_term_by_term() -> None:
     counts, mu = torch.tensor([40, 0, 10, 25]), 0.3
     zero = torch.zeros((), dtype=torch.float64)
     site = Site(
-        model, SingleLabel(4), {"params": sent, "buffers": {}}, {}, {}, zero + 1, counts, zero, zero, zero, _autograd
+        model, SingleLabel(4), {"params": sent, "buffers": {}}, {}, {}, zero + 1, counts, zero, zero, zero, 6, _autograd
     )
     algorithm = FedCOG(FedProx(mu=mu), start_round=0)
     grads, _ = algorithm.local_grad(

@@ -93,7 +93,10 @@ def test_all_faults_at_once() -> None:
     ("values", "reason"),
     [
         ({"algorithm": "fedmagic"}, "unknown algorithm 'fedmagic'"),
-        ({"algorithm": "fedcog+fedprox"}, "'fedprox' is not a wrapper, so it comes first; wrappers are fedcog"),
+        (
+            {"algorithm": "fedcog+fedprox"},
+            "'fedprox' is not a wrapper, so it comes first; wrappers are ditto, vhl, fedcog",
+        ),
         ({"algorithm": 3}, "algorithm needs text"),
         ({"fedprox": {"mu": -1.0}}, "fedprox.mu needs a number"),
         ({"algorithm": "fedcog", "fedcog": True}, "write fedcog.SETTING, or a table"),

@@ -11,9 +11,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import fedcog
-from fedcog import Experiment, FedCOG, FedProx, Run
+from fedcog import Experiment, FedCOG, FedProx, Run, tree
 from fedcog.experiments.compare import compare
 from fedcog.experiments.record import RecordError, RunDirectory
+from fedcog.federation.rounds import Diverged
 from fedcog.settings import ConfigError
 from tests.user_models import USER_MODELS
 
@@ -255,8 +256,8 @@ class Lazy(fedcog.Algorithm):
 
     share: float = 0.5
 
-    def server_update(self, server: Any, total: Any) -> Any:
-        return super().server_update(server, total | {"weight": total["weight"] / self.share})
+    def server_update(self, server: Any, total: Any, draws: Any) -> Any:
+        return super().server_update(server, total | {"weight": total["weight"] / self.share}, draws)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,7 +326,43 @@ def test_short_words_for_long_things(tmp_path: Path) -> None:
     assert repr(done).endswith(f"fedavg, 2 rounds, last {done.last:.4f}, best {done.best:.4f})")
 
 
-def test_a_diverging_run_is_recorded_as_it_is(tmp_path: Path) -> None:
-    done = fedcog.run(dataclasses.replace(TINY, lr=1e6, rounds=3), tmp_path / "run", report=False)
-    assert done.lines[-1]["loss"] is None
-    assert 0 <= done.last <= 0.3
+STIFF = dataclasses.replace(TINY, algorithm=FedProx(mu=1000.0), lr=0.05, local_steps=6, rounds=9, checkpoint_every=9)
+
+
+def test_divergence_is_caught_in_its_round_and_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(
+        Diverged, match=r"round \d: the updates? of clients? .* The likely setting is --fedprox.mu 1000"
+    ):
+        fedcog.run(STIFF, tmp_path / "run", report=False)
+    lines = fedcog.read(tmp_path / "run").lines
+    checkpoint = RunDirectory(tmp_path / "run").load()
+    assert checkpoint is not None and 0 < checkpoint.round == len(lines) < 9  # though checkpoints were due every nine
+    assert all(value.isfinite().all() for value in tree.flatten(checkpoint.server).values())
+    with pytest.raises(Diverged, match=f"round {len(lines) + 1}"):
+        fedcog.run(STIFF, tmp_path / "run", resume=True, report=False)
+
+
+def test_a_rate_too_high_is_named(tmp_path: Path) -> None:
+    with pytest.raises(Diverged, match=r"clients 0, 1, 2, 3 are not finite. The likely setting is --lr 1e\+06"):
+        fedcog.run(dataclasses.replace(TINY, lr=1e6), tmp_path / "run", report=False)
+    from fedcog.cli import main
+
+    words = "run --rounds 2 --local-steps 3 --clients 4 --min-examples 1 --lr 1e6 --quiet --out"
+    assert main([*words.split(), str(tmp_path / "again")]) == 1
+
+
+def test_a_diverging_client_can_be_left_out_of_its_round(tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, y = torch.randn(60, 4, generator=draw), torch.arange(60) % 3
+    x[40:] *= 1e30  # the third client's
+    share = [torch.arange(start, start + 20) for start in (0, 20, 40)]
+    data = fedcog.from_arrays(x, y, x[:9], y[:9], classes=["a", "b", "c"], indices=share)
+    experiment = dataclasses.replace(TINY, model="mlp", rounds=2, algorithm=FedCOG(count=6, steps=2, start_round=1))
+    with pytest.raises(Diverged, match="client 2 is not finite"):
+        fedcog.run(experiment, tmp_path / "stop", data=data, report=False)
+    skip = dataclasses.replace(experiment, on_divergence="skip")
+    done = fedcog.run(skip, tmp_path / "skip", data=data)
+    assert [line["skipped"] for line in done.lines] == [[2], [2]]
+    assert done.lines[-1]["clients"] == [0, 1, 2] and done.lines[-1]["loss"] > 0
+    checkpoint = RunDirectory(tmp_path / "skip").load()
+    assert checkpoint is not None and checkpoint.known == {0, 1}  # it keeps nothing of a round it was left out of

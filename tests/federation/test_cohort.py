@@ -129,7 +129,7 @@ def test_frozen_parameters_stay() -> None:
 class Greedy(Algorithm):
     """Asks for noise and keeps it, so that a test can see it."""
 
-    def draws(self, round: int, model: Model) -> dict[str, Draw]:
+    def draws(self, round: int, model: Model, batch_size: int) -> dict[str, Draw]:
         return {"mine": Draw((2, 3))}
 
     def client_init(self, shared: tree.State) -> tree.State:

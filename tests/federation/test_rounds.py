@@ -2,37 +2,37 @@ import pytest
 import torch
 
 from fedcog.algorithms import FedAvg
+from fedcog.experiments.config import Experiment
+from fedcog.experiments.prepare import selection
 from fedcog.federation import evaluate
 from fedcog.federation.rounds import Schedule
+from fedcog.federation.selection import Uniform
 from fedcog.testing import Small, worst
 
 
-def schedule(**changes: object) -> Schedule:
-    settings = {"rounds": 10, "clients": 20, "participation": 0.3, "seed": 0, "lr": 0.1, "lr_decay": 1.0}
-    return Schedule(**settings | {"evaluate_every": 4, "evaluate_local": True} | changes)  # type: ignore[arg-type]
-
-
 def test_sampling_is_a_function_of_seed_and_round() -> None:
-    one = [schedule().chosen(round) for round in range(50)]
-    assert one == [schedule().chosen(round) for round in range(50)]
-    assert one != [schedule(seed=1).chosen(round) for round in range(50)]
+    one = [Uniform(20, 6, seed=0).candidates(round) for round in range(50)]
+    assert one == [Uniform(20, 6, seed=0).candidates(round) for round in range(50)]
+    assert one != [Uniform(20, 6, seed=1).candidates(round) for round in range(50)]
     assert all(len(set(chosen)) == 6 and chosen == sorted(chosen) for chosen in one)
     assert {client for chosen in one for client in chosen} == set(range(20))
 
 
 @pytest.mark.parametrize(("clients", "share", "expected"), [(10, 1.0, 10), (10, 0.25, 3), (10, 0.01, 1), (3, 0.5, 2)])
 def test_how_many_take_part(clients: int, share: float, expected: int) -> None:
-    assert len(schedule(clients=clients, participation=share).chosen(0)) == expected
+    chosen = selection(Experiment(clients=clients, participation=share), [10] * clients)
+    assert len(chosen.candidates(0)) == expected
 
 
 def test_the_last_round_is_always_evaluated() -> None:
-    assert [round + 1 for round in range(10) if schedule().evaluates(round)] == [4, 8, 10]
+    schedule = Schedule(10, Uniform(20, 6, seed=0), 0.1, 1.0, 4, True)
+    assert [round + 1 for round in range(10) if schedule.evaluates(round)] == [4, 8, 10]
 
 
 def test_the_learning_rate_decays_from_round_to_round() -> None:
     rates = []
     small = Small(FedAvg(), rounds=3)
-    small.schedule = Schedule(3, 3, 1.0, 3, 0.4, 0.5, 1, False)
+    small.schedule = Schedule(3, Uniform(3, 3, seed=3), 0.4, 0.5, 1, False)
     gather = small.backend.gather
     small.backend.gather = lambda a, s, c, r, lr, b: (rates.append(lr), gather(a, s, c, r, lr, b))[1]  # type: ignore[method-assign, assignment, func-returns-value]
     small.run()
@@ -87,11 +87,11 @@ def test_who_takes_part_changes_only_who_is_summed() -> None:
     small = Small(FedAvg())
     shared = small.algorithm.broadcast(small.server)
     both = small.algorithm.server_update(
-        small.server, small.backend.gather(small.algorithm, shared, [0, 2], 0, 0.05, None)[0]
+        small.server, small.backend.gather(small.algorithm, shared, [0, 2], 0, 0.05, None)[0], {}
     )
     singles = [
         small.algorithm.server_update(
-            small.server, small.backend.gather(small.algorithm, shared, [client], 0, 0.05, None)[0]
+            small.server, small.backend.gather(small.algorithm, shared, [client], 0, 0.05, None)[0], {}
         )["params"]
         for client in (0, 2)
     ]

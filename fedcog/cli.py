@@ -16,6 +16,7 @@ from fedcog import console, flags
 from fedcog.algorithms import ALGORITHMS, Algorithm
 from fedcog.data import SOURCES, DataError, PartitionError, sources
 from fedcog.experiments import record
+from fedcog.experiments.catalogue import catalogue, markdown
 from fedcog.experiments.compare import compare, places
 from fedcog.experiments.config import Experiment, read_experiment
 from fedcog.experiments.prepare import check_ready, check_runnable, share_out
@@ -150,7 +151,12 @@ def _report(options: argparse.Namespace, rest: list[str]) -> int:
 
 def _list(options: argparse.Namespace, rest: list[str]) -> int:
     _nothing_else(rest)
-    console.catalogue(options.data_dir)
+    if options.markdown:
+        if options.what != "algorithms":
+            raise ConfigError(["--markdown is for algorithms: fedcog list algorithms --markdown."])
+        print(markdown(catalogue()), end="")
+        return 0
+    console.catalogue(options.what, options.data_dir)
     return 0
 
 
@@ -239,6 +245,9 @@ def _parser(algorithms: Mapping[str, type[Algorithm]]) -> argparse.ArgumentParse
     every = _command_parser(
         commands, "list", _list, "show algorithms, data sets, models and partitions with their settings"
     )
+    kinds = ("algorithms", "data", "models", "partitions")
+    every.add_argument("what", nargs="?", choices=kinds, metavar="WHAT", help=f"{', '.join(kinds)}; default: all")
+    every.add_argument("--markdown", action="store_true", help="algorithms: as a page, such as docs/algorithms.md")
     every.add_argument("--data-dir", metavar="DIR", help="folder with the data sets")
 
     shares = _command_parser(commands, "partition", _partition, "show who would hold what", "[FILE.toml]")

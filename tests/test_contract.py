@@ -25,7 +25,8 @@ from fedcog.algorithms import (
     FedRep,
     FedSAM,
 )
-from fedcog.testing import COG, CONTRACT, neutral_is_fedavg
+from fedcog.testing import COG, CONTRACT, PARTIAL, Small, neutral_is_fedavg, worst
+from tests.user_models import USER_MODELS
 
 GEN = {"hidden": 7, "noise": 3, "steps": 4, "batch": 5, "lr": 0.01}
 VIRTUAL = {"virtual": 9, "temperature": 0.5}
@@ -76,3 +77,12 @@ def test_the_neutral_setting_is_fedavg_exactly(name: str) -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_contract(name: str, check) -> None:  # type: ignore[no-untyped-def]
     check(ALL[name])
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_running_statistics_are_each_clients_own(name: str) -> None:
+    """With BatchNorm in the network and unequal steps, too, clients together end as clients one by one."""
+    settings = PARTIAL | {"module": USER_MODELS["batch-norm"](), "epochs": 0.5}
+    apart, together = Small(ALL[name], "loop", **settings), Small(ALL[name], "vmap", **settings)
+    assert apart.server["buffers"]
+    assert worst(apart.everything(), together.everything()) < 1e-9

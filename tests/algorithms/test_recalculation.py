@@ -96,7 +96,6 @@ def check(algorithm: Algorithm, calculate: Callable[..., dict[str, Any]], case: 
                 assert worst(state[key], expected[called][int(client)]) < 1e-10, (key, client)
     if "scales" in expected:
         assert [line["server_step"] for line in lines] == pytest.approx(expected["scales"], rel=1e-10)
-        assert max(expected["scales"]) > 1
     if "losses" in expected:
         assert [line["generator_loss"] for line in lines] == pytest.approx(expected["losses"], rel=1e-10)
 
@@ -105,8 +104,6 @@ def check(algorithm: Algorithm, calculate: Callable[..., dict[str, Any]], case: 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("name", ROWS)
 def test_recalculated(name: str, case: Case, mapping: str) -> None:
-    if name == "fedexp" and case.epochs:
-        pytest.skip("the step is at its floor here")
     check(*ROWS[name], case, mapping)
 
 

@@ -1,0 +1,156 @@
+"""What there is to know of each algorithm, read off its class and measured on the paper's network."""
+
+import inspect
+import sys
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedcog import settings, tree
+from fedcog.algorithms import ALGORITHMS, Algorithm, Effort, Site, Wrapper
+from fedcog.data import FederatedData, from_arrays
+from fedcog.federation.cohort import Cohort
+from fedcog.federation.simulation import Simulation
+from fedcog.models import Model, build
+from fedcog.optimiser import Optimiser
+from fedcog.settings import Setting
+from fedcog.task import SingleLabel
+from fedcog.tree import State
+
+SHAPE, CLASSES = (3, 32, 32), 10
+
+
+class Entry(NamedTuple):
+    """One algorithm. Sizes are in bytes, relative to what FedAvg sends: one model."""
+
+    name: str
+    reference: str  # where it is from
+    line: str  # what it is
+    more: str  # what else to know
+    settings: list[Setting]
+    wrapper: bool
+    sends: float
+    receives: float
+    keeps: dict[str, float]
+    sums: bool  # are sums of payloads enough for it?
+
+    @property
+    def kept(self) -> str:
+        """What a client keeps from round to round, in words."""
+        return ", ".join(f"{name} ({size:.2f})" for name, size in self.keeps.items()) or "nothing"
+
+
+def catalogue(known: Mapping[str, type[Algorithm]] = ALGORITHMS) -> list[Entry]:
+    """Every algorithm, around FedAvg where it is a wrapper, with what one client sends, is sent, and keeps."""
+    backend = _federation()
+    model = _bytes(_exchange(backend, Algorithm())[1])
+    found = []
+    for name, cls in known.items():
+        shared, payload, kept = _exchange(backend, cls())
+        line, _, more = inspect.cleandoc(cls.__doc__ or "").partition("\n\n")
+        if cls is Algorithm:  # its docstring speaks to who writes algorithms
+            line, more = "Clients train from the server's model; it moves by the weighted mean of their changes.", ""
+        keeps = {key: _bytes({key: value}) / model for key, value in kept.items()}
+        found.append(
+            Entry(
+                name=name,
+                reference=_reference(cls),
+                line=" ".join(line.split()),
+                more=" ".join(more.split()),
+                settings=list(settings.settings(cls).values()),
+                wrapper=issubclass(cls, Wrapper),
+                sends=_bytes(payload) / model,
+                receives=_bytes(shared) / model,
+                keeps=keeps,
+                sums=cls().uplink == "sum",
+            )
+        )
+    return found
+
+
+INTRODUCTION = """# Algorithms
+
+Made by `fedcog list algorithms --markdown > docs/algorithms.md`. *Sends*, *is sent* and *keeps* are a client's, per
+round, in bytes, measured on the CNN for CIFAR-10 (62,006 parameters), relative to what FedAvg sends: one model. *Sums*:
+is the sum of what clients send enough for the server (as under secure aggregation)? Wrappers go around any other
+(`fedprox+vhl+fedcog` is `FedCOG(VHL(FedProx()))`) and are measured around FedAvg. Defaults are the FedCOG paper's
+settings where it gives any; where sources disagree, the text says which reading is the default.
+
+| algorithm | what it is | sends | is sent | keeps | sums |
+| --- | --- | --- | --- | --- | --- |
+"""
+
+
+def markdown(entries: list[Entry]) -> str:
+    """The catalogue as a page."""
+    rows, sections = list[str](), list[str]()
+    for one in entries:
+        kind = " *(wrapper)*" if one.wrapper else ""
+        sums = "enough" if one.sums else "**not enough**"
+        sizes = f"{one.sends:.2f} | {one.receives:.2f}"
+        rows.append(f"| [{one.name}](#{one.name}){kind} | {_cell(one.line)} | {sizes} | {one.kept} | {sums} |")
+        parts = [f"## {one.name}", one.reference, f"{one.line} {one.more}".strip()]
+        if one.settings:
+            table = ["| setting | default | what it is |", "| --- | --- | --- |"]
+            table += [
+                f"| `--{one.name}.{s.flag}` | {_default(s)} | {_cell(s.help)} ({_cell(s.kind)}) |" for s in one.settings
+            ]
+            parts.append("\n".join(table))
+        sections.append("\n\n".join(parts))
+    return INTRODUCTION + "\n".join(rows) + "\n\n" + "\n\n".join(sections) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _reference(cls: type[Algorithm]) -> str:
+    """Where an algorithm is from: the first line of its module, and of FedAvg's class."""
+    text = (cls.__doc__ or "").partition(" Every")[0] if cls is Algorithm else sys.modules[cls.__module__].__doc__ or ""
+    return text.strip().partition("\n")[0]
+
+
+def _default(setting: Setting) -> str:
+    return f"{setting.default:.4g}" if isinstance(setting.default, float) else str(setting.default)
+
+
+def _federation() -> Simulation:
+    """Two clients with a handful of CIFAR-10-shaped images each, and the paper's network."""
+    x, y = torch.zeros(CLASSES, *SHAPE, dtype=torch.uint8), torch.arange(CLASSES)
+    dataset = from_arrays(x, y, x, y, classes=[str(label) for label in range(CLASSES)])
+    data = FederatedData(dataset, [torch.arange(5), torch.arange(5, 10)], seed=0)
+    model = Model(build("cnn", SHAPE, CLASSES, seed=0), SHAPE, CLASSES)
+    cohort = Cohort(model, SingleLabel(CLASSES), data, Optimiser(), batch_size=2)
+    return Simulation(cohort, local_steps=1, local_epochs=0, weight_cap=0)
+
+
+def _exchange(backend: Simulation, algorithm: Algorithm) -> tuple[State, State, State]:
+    """What a client is sent, what it sends back and what it keeps after a round of no steps."""
+    shared = algorithm.broadcast(backend.begin(algorithm))
+    one = torch.ones(())
+    site = Site(
+        model=backend.cohort.model,
+        task=backend.cohort.task,
+        shared=shared,
+        own=algorithm.client_init(shared),
+        buffers=shared["buffers"],
+        weight=one,
+        counts=backend.counts[0],
+        step=one.long(),
+        steps=one.long(),
+        lr=one,
+        batch_size=backend.cohort.batch_size,
+        gradient=_no_gradient,
+    )
+    kept, payload = algorithm.client_update(algorithm.client_start(site), site, Effort(one.long(), one, one))
+    return shared, payload, kept
+
+
+def _no_gradient(*_: object, **__: object) -> tuple[dict[str, Tensor], Tensor]:
+    raise NotImplementedError("nothing is trained here")
+
+
+def _bytes(state: State) -> int:
+    return sum(value.numel() * value.element_size() for value in tree.flatten(state).values())

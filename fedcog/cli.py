@@ -15,10 +15,10 @@ import fedcog
 from fedcog import console, flags
 from fedcog.algorithms import ALGORITHMS, Algorithm
 from fedcog.data import SOURCES, DataError, PartitionError, sources
-from fedcog.experiments import record
+from fedcog.experiments import record, summary
 from fedcog.experiments.catalogue import catalogue, markdown
 from fedcog.experiments.compare import compare, places
-from fedcog.experiments.config import Experiment, read_experiment
+from fedcog.experiments.config import Experiment, name_of, read_experiment
 from fedcog.experiments.prepare import check_ready, check_runnable, share_out
 from fedcog.experiments.record import RecordError, RunDirectory
 from fedcog.experiments.run import Interrupted, default_out, read, run
@@ -116,7 +116,9 @@ def _compare(options: argparse.Namespace, rest: list[str]) -> int:
             )
     console.results(runs, options.style)
     console.say(f"report: {out / 'report.html'}", options.style)
-    return 0
+    lost = [one for one in runs if one.diverged]
+    console.faults([f"{name_of(one.experiment.algorithm)}, seed {one.experiment.seed}: {one.diverged}" for one in lost])
+    return 1 if lost else 0
 
 
 def _recorded(path: Path) -> int:
@@ -144,7 +146,10 @@ def _report(options: argparse.Namespace, rest: list[str]) -> int:
     if len(options.directories) > 1 and not options.out:
         out = Path("report.html")
     record.write_file(out, page(found, target=options.target).encode())
-    console.results([read(path) for path in found], options.style)
+    runs = [read(path) for path in found]
+    if options.table:
+        record.write_file(Path(options.table), summary.markdown(runs).encode())
+    console.results(runs, options.style)
     console.say(f"report: {out}", options.style)
     return 0
 
@@ -240,6 +245,7 @@ def _parser(algorithms: Mapping[str, type[Algorithm]]) -> argparse.ArgumentParse
     look = _command_parser(commands, "report", _report, "make one page of the runs in some directories")
     look.add_argument("directories", nargs="+", metavar="DIR", help="a run, or a folder with runs anywhere below")
     look.add_argument("--out", metavar="FILE", help="the page (default: report.html in DIR)")
+    look.add_argument("--table", metavar="FILE.md", help="the results as a Markdown table, too")
     look.add_argument("--target", type=float, metavar="ACCURACY", help="accuracy to count rounds to, such as 0.6")
 
     every = _command_parser(

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from fedcog.data import SOURCES, sources
 from fedcog.data.partition import KINDS, PARTITIONS, natural
+from fedcog.experiments import summary
 from fedcog.experiments.catalogue import catalogue as measured
 from fedcog.experiments.config import Experiment, layers, name_of, own_settings
 from fedcog.experiments.run import Run
-from fedcog.experiments.summary import group
 from fedcog.models import MODELS
 
 Style = Literal["auto", "plain", "quiet"]
@@ -176,24 +176,22 @@ def results(runs: Sequence[Run], style: Style) -> None:
     if not scored:
         say("no round has been evaluated yet", style)
         return
-    several = any(len(found.runs) > 1 for found in group(scored))
-    title = "test accuracy in %" + (", mean ± standard deviation over seeds" if several else "")
+    title = "test accuracy in %" + (", mean ± standard deviation over seeds" if len(scored) > 1 else "")
+    found = summary.rows(scored)
     if style == "plain":
         say(title, style)
-        for found in group(scored):
-            say(
-                f"{found.label}: last {found.last.percent()}, best {found.best.percent()}, seeds {len(found.runs)}",
-                style,
-            )
+        for label, last, best, *own, seeds, _ in found:
+            mine = f", personal last {own[0]}, best {own[1]}" if own[0] else ""
+            say(f"{label}: last {last}, best {best}{mine}, seeds {seeds}", style)
         return
     table = Table(title=title, title_justify="left")
-    for column in ("algorithm", "last", "best", "seeds", "rounds"):
+    for column in summary.COLUMNS:
         table.add_column(column, justify="left" if column == "algorithm" else "right")
-    for found in group(scored):
-        rounds = {run.lines[-1]["round"] for run in found.runs}
-        shown = str(rounds.pop()) if len(rounds) == 1 else f"{min(rounds)}-{max(rounds)}"
-        table.add_row(found.label, found.last.percent(), found.best.percent(), str(len(found.runs)), shown)
+    for row in found:
+        table.add_row(*row)
     _out.print(table)
+    if any(row[3] for row in found):
+        _out.print("personal: the clients' own models (else the global one, fine-tuned) on their own label mix")
 
 
 def catalogue(what: str | None, data_dir: str | None) -> None:

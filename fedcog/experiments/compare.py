@@ -10,8 +10,9 @@ from torch import nn
 from fedcog.data import Dataset
 from fedcog.experiments.config import Experiment, name_of
 from fedcog.experiments.record import RunDirectory
-from fedcog.experiments.run import Run, Watch, run
+from fedcog.experiments.run import Run, Watch, read, run
 from fedcog.experiments.summary import labels
+from fedcog.federation.rounds import Diverged
 
 
 def places(out: str | Path, experiments: Sequence[Experiment], seeds: Sequence[int]) -> list[tuple[Experiment, Path]]:
@@ -40,22 +41,26 @@ def compare(
 ) -> list[Run]:
     """Every experiment with every seed, in OUT/ALGORITHM/seed-N, and one report of all.
 
-    What is already there is continued or, where finished, only read: a comparison may be stopped and started again.
+    What is already there is continued or, where finished, only read: a comparison may be stopped and started again. A
+    run that diverges does not keep the others from running: its `diverged` says why it ended early.
     """
-    runs = [
-        run(
-            experiment,
-            place,
-            data=data,
-            model=model,
-            resume=True,
-            report=False,
-            watch=watch,
-            stopping=stopping,
-            command=command,
-        )
-        for experiment, place in places(out, experiments, seeds)
-    ]
+    runs = []
+    for experiment, place in places(out, experiments, seeds):
+        try:
+            done = run(
+                experiment,
+                place,
+                data=data,
+                model=model,
+                resume=True,
+                report=False,
+                watch=watch,
+                stopping=stopping,
+                command=command,
+            )
+        except Diverged:  # the others are worth having all the same; the run says what happened
+            done = read(place)
+        runs.append(done)
     from fedcog.experiments.report import page  # draws: loads matplotlib
 
     RunDirectory(out).save_report(page([one.path for one in runs]))

@@ -187,6 +187,8 @@ def make_algorithm(
                 f"algorithm '{part}': nothing that a settings file names is run; name the file on the command line, "
                 f"--algorithm {part}."
                 if ".py:" in part
+                else f"algorithm '{part}': say which class of the file it is, {part}:Class."
+                if part.endswith(".py")
                 else settings.unknown("algorithm", part, known)
             )
             continue

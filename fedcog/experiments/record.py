@@ -5,6 +5,7 @@ provenance.json          command, versions and machine
 federation.safetensors   examples per client and class; a few real pictures of each class
 rounds.jsonl             one line a round
 exhibits/NNNNN.safetensors   what a report shows of round NNNNN (generated inputs)
+diverged.txt             why training ended early, if it left the numbers
 checkpoint.safetensors   the server's and every client's state after the last checkpointed round
 report.html              the run to look at
 """
@@ -90,6 +91,7 @@ class RunDirectory:
         """Say what this run is of."""
         for left in self.path.glob(".*.part"):  # of a write that was killed
             left.unlink(missing_ok=True)
+        (self.path / "diverged.txt").unlink(missing_ok=True)  # of an earlier try
         self._write("provenance.json", json.dumps(provenance, indent=1).encode())
         self._write("experiment.toml", experiment.to_toml().encode())
 
@@ -100,6 +102,17 @@ class RunDirectory:
         except (OSError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
+
+    def fail(self, reason: str) -> None:
+        """Say why training ended early."""
+        self._write("diverged.txt", reason.encode())
+
+    def failure(self) -> str:
+        """Why training ended early; nothing where it did not."""
+        try:
+            return (self.path / "diverged.txt").read_text(errors="replace")
+        except OSError:
+            return ""
 
     def lines(self) -> list[dict[str, Any]]:
         """What happened, round by round; a line cut short by a kill does not count."""

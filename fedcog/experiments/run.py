@@ -36,6 +36,7 @@ class Run:
     path: Path
     experiment: Experiment
     lines: list[dict[str, Any]]
+    diverged: str = ""  # why it ended early, if training left the numbers
 
     def __repr__(self) -> str:
         scores = f", last {self.last:.4f}, best {self.best:.4f}" if self.accuracies else ""
@@ -55,6 +56,15 @@ class Run:
     def best(self) -> float:
         """The highest test accuracy of any round: what papers print, and more than one can hope for."""
         return max(accuracy for _, accuracy in self.accuracies)
+
+    @property
+    def personal(self) -> list[float]:
+        """The clients' own models on their own label mix, mean over the round's clients, wherever it was measured.
+
+        Of a method that personalises it is that model; of any other the local model before it is averaged, that is the
+        global one fine-tuned.
+        """
+        return [line["personal_accuracy"] for line in self.lines if line.get("personal_accuracy") is not None]
 
 
 def run(
@@ -96,7 +106,7 @@ def run(
         def save(round: int, server: State) -> None:
             directory.save(Checkpoint(round, server, prepared.backend.store.flatten(), prepared.about))
 
-        for line, server, exhibit in _watched(done, experiment, save):
+        for line, server, exhibit in _watched(done, experiment, directory, save):
             if exhibit:
                 directory.save_exhibit(line["round"], prepared.shown(exhibit))
             directory.append(line)
@@ -146,7 +156,7 @@ def load(path: str | Path, model: nn.Module | None = None) -> nn.Module:
 def read(path: str | Path) -> Run:
     """A run as it is recorded in a directory, finished or not."""
     directory = RunDirectory(path)
-    return Run(directory.path, directory.experiment(), directory.lines())
+    return Run(directory.path, directory.experiment(), directory.lines(), directory.failure())
 
 
 def default_out(experiment: Experiment) -> Path:
@@ -201,7 +211,9 @@ def _restore(directory: RunDirectory, prepared: Prepared) -> int:
     return checkpoint.round
 
 
-def _watched(rounds: Iterator[Round], experiment: Experiment, save: Callable[[int, State], None]) -> Iterator[Round]:
+def _watched(
+    rounds: Iterator[Round], experiment: Experiment, directory: RunDirectory, save: Callable[[int, State], None]
+) -> Iterator[Round]:
     """The rounds; where training diverges, the last good one is saved and the likely setting named."""
     last: Round | None = None
     try:
@@ -211,7 +223,9 @@ def _watched(rounds: Iterator[Round], experiment: Experiment, save: Callable[[in
         if last is not None:
             save(last.line["round"], last.server)
         good = f"The checkpoint is that of round {error.round}." if error.round else "There is no good round before it."
-        raise Diverged(error.clients, error.round, f"{_advice(experiment, error)} {good}") from None
+        told = Diverged(error.clients, error.round, f"{_advice(experiment, error)} {good}")
+        directory.fail(str(told))
+        raise told from None
 
 
 def _advice(experiment: Experiment, error: Diverged) -> str:

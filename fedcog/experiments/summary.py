@@ -37,6 +37,33 @@ class Group(NamedTuple):
         """Highest test accuracy of any round."""
         return spread([run.best for run in self.runs])
 
+    @property
+    def personal(self) -> tuple[Spread, Spread] | None:
+        """Last and best accuracy of the clients' own models on their own label mix; None where nobody measured it."""
+        if not all(run.personal for run in self.runs):
+            return None
+        return spread([run.personal[-1] for run in self.runs]), spread([max(run.personal) for run in self.runs])
+
+
+COLUMNS = ("algorithm", "last", "best", "personal last", "personal best", "seeds", "rounds")
+
+
+def rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+    """A row of COLUMNS for every group of runs: accuracies in %, mean and deviation over seeds."""
+    found = []
+    for each in group([run for run in runs if run.accuracies]):
+        rounds = sorted({run.lines[-1]["round"] for run in each.runs})
+        own = [one.percent() for one in each.personal] if each.personal else ["", ""]
+        shown = "-".join(str(round) for round in dict.fromkeys((rounds[0], rounds[-1])))
+        found.append((each.label, each.last.percent(), each.best.percent(), *own, str(len(each.runs)), shown))
+    return found
+
+
+def markdown(runs: Sequence[Run]) -> str:
+    """The same as a Markdown table."""
+    lines = [COLUMNS, ("---",) * len(COLUMNS), *rows(runs)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
 
 def spread(values: Sequence[float]) -> Spread:
     """Mean and sample standard deviation."""

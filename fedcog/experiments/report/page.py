@@ -96,6 +96,9 @@ def _faults(groups: Sequence[Group]) -> str:
         if len(run.lines) < run.experiment.rounds
     ]
     found = [f"Unfinished: {'; '.join(behind)}."] if behind else []
+    found += [
+        f"{e.label}, seed {run.experiment.seed}: {run.diverged}" for e in groups for run in e.runs if run.diverged
+    ]
     for each in groups:
         seeds = {run.experiment.seed for run in each.runs}
         if len(seeds) < len(each.runs):
@@ -103,6 +106,9 @@ def _faults(groups: Sequence[Group]) -> str:
                 f"{each.label}: {len(each.runs)} runs but {len(seeds)} different seeds, so they are not independent."
             )
             found.append(words)
+        left_out = sum(len(line.get("skipped", ())) for run in each.runs for line in run.lines)
+        if left_out:
+            found.append(f"{each.label}: {left_out} times a client was left out of a round: its update was not finite.")
     return "".join(f'<p class="warning">{text(words)}</p>' for words in found)
 
 
@@ -115,16 +121,20 @@ def _results(groups: Sequence[Group], full: Sequence[str], target: float | None)
     for number, (each, label) in enumerate(zip(groups, full, strict=True)):
         scored = [run for run in each.runs if run.accuracies]
         last, best = (_percent([getattr(run, name) for run in scored]) for name in ("last", "best"))
+        own = [values.percent() for values in each.personal] if each.personal else [NONE, NONE]
         seconds = readings.seconds([line for run in each.runs for line in run.lines])
         whole = short(sum(seconds.values())) if seconds else NONE
         generation = short(seconds["generation"]) if seconds else NONE
         reached = _rounds_to(scored, target) if target else NONE
         seeds = listed(run.experiment.seed for run in each.runs)
-        cells = "".join(f'<td class="number">{cell}</td>' for cell in (last, best, reached, seeds, whole, generation))
+        cells = "".join(
+            f'<td class="number">{cell}</td>' for cell in (last, best, *own, reached, seeds, whole, generation)
+        )
         more = "" if each.label == label else f"<br><small>{text(label)}</small>"
         rows.append(f'<tr><th scope="row" class="keyed">{key(*look(number))}{text(each.label)}{more}</th>{cells}</tr>')
     aim = f"Rounds to {100 * target:g}\N{NO-BREAK SPACE}%" if target else "Rounds to target"
-    heads = ("Last accuracy (%)", "Best accuracy (%)", aim, "Seeds", "Seconds per round", "of which generation")
+    heads = ["Last accuracy (%)", "Best accuracy (%)", "Personal, last (%)", "Personal, best (%)", aim, "Seeds"]
+    heads += ["Seconds per round", "of which generation"]
     head = "<th>Algorithm</th>" + "".join(f'<th class="number" scope="col">{name}</th>' for name in heads)
     chosen = "as asked for" if given else f"the last accuracy of {text(groups[0].label)}, rounded down"
     every = sorted({run.experiment.evaluate_every for each in groups for run in each.runs} - {1})
@@ -133,7 +143,9 @@ def _results(groups: Sequence[Group], full: Sequence[str], target: float | None)
         f"{table(head, ''.join(rows))}"
         '<p class="note">Accuracy on the test set: mean ± sample standard deviation over seeds. <em>Last</em> is after '
         "the last round evaluated. <em>Best</em> is the highest of all rounds, chosen on the test set itself, and "
-        "therefore optimistic: read it as what papers print, not as what to expect. "
+        "therefore optimistic: read it as what papers print, not as what to expect. <em>Personal</em> is the clients' "
+        "own models (of a method that has none, the global one after local training: fine-tuned), each on its client's "
+        "own label mix, mean over the round's clients. "
         + (f"Rounds to the target ({chosen}): median over seeds.{coarse}" if target else "")
         + "</p>"
     )

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+import torch
 
 from fedcog.algorithms import (
     ALGORITHMS,
@@ -86,3 +87,13 @@ def test_running_statistics_are_each_clients_own(name: str) -> None:
     apart, together = Small(ALL[name], "loop", **settings), Small(ALL[name], "vmap", **settings)
     assert apart.server["buffers"]
     assert worst(apart.everything(), together.everything()) < 1e-9
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ALL)
+def test_a_gpu_agrees_with_the_cpu(name: str) -> None:
+    here, there = (
+        Small(ALL[name], **PARTIAL).everything(),
+        Small(ALL[name], "vmap", device="cuda", **PARTIAL).everything(),
+    )
+    assert worst(here, {name: value.cpu() for name, value in there.items()}) < 1e-6

@@ -16,7 +16,8 @@ class FedDyn(Algorithm):
 
     Both memories are kept divided by alpha: g_k / alpha = -(sum of the client's past changes), h / alpha the same of
     everybody's mean. h moves by |S|/N of the round's mean change, weighted as the mean is, so that both agree; with
-    equal weights that is the published rule. The model sent out, not the clients' mean, is what is evaluated.
+    equal weights that is the published rule. The model sent out, not the clients' mean, is what is evaluated. The rule
+    supposes that clients come near to their minimum; where they stop early, an alpha above the authors' steadies it.
     """
 
     alpha: float = setting(0.01, "strength of the linear and quadratic terms", ">= 0")

@@ -178,9 +178,11 @@ def resumes_bit_for_bit(algorithm: Algorithm) -> None:
     """Two rounds, a checkpoint, a third round in a fresh federation: what three rounds in one go come to."""
     straight = Small(algorithm, **PARTIAL).everything()
     first, second = Small(algorithm, **PARTIAL | {"rounds": 2}), Small(algorithm, **PARTIAL)
+    before, after = _form(first.server), _form(first.run()[-1].server)
+    assert before == after, f"the server ends a round with other state than it began with: {_differ(before, after)}."
     with tempfile.TemporaryDirectory() as folder:
         directory = RunDirectory(folder)
-        directory.save(Checkpoint(2, first.run()[-1].server, first.backend.store.flatten(), {}))
+        directory.save(Checkpoint(2, first.server, first.backend.store.flatten(), {}))
         checkpoint = directory.load()
     assert checkpoint is not None
     second.server = checkpoint.server
@@ -202,6 +204,8 @@ def absent_and_new_clients(algorithm: Algorithm) -> None:
     stale = {name for name in kept if name.startswith("0::")}
     assert all(torch.equal(kept[name], after[name]) for name in stale), "an absent client's state changed."
     assert not any(name.startswith("2::") for name in after), "a client that never took part has a state."
+    first, later = _form(algorithm.client_init(shared)), _form(tree.pick(store.take([0], algorithm, shared), 0))
+    assert first == later, f"what a client keeps is not what it starts with: {_differ(first, later)}."
     newcomer = tree.flatten(tree.pick(store.take([2], algorithm, shared), 0))
     expected = tree.flatten(algorithm.client_init(shared))
     assert newcomer.keys() == expected.keys() and all(torch.equal(newcomer[name], expected[name]) for name in expected)
@@ -279,6 +283,14 @@ def check_algorithm(algorithm: Algorithm, neutral: Algorithm | None = None) -> N
                 f"{name}: {'' if isinstance(error, AssertionError) else type(error).__name__ + ': '}{reason[0]}"
             )
     assert not failed, f"{algorithm} breaks the contract:\n  " + "\n  ".join(failed)
+
+
+def _form(state: State) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (value.shape, value.dtype) for name, value in tree.flatten(state).items()}
+
+
+def _differ(one: dict[str, Any], other: dict[str, Any]) -> str:
+    return ", ".join(sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name)))
 
 
 def _has_fedcog(algorithm: Algorithm) -> bool:

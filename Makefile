@@ -1,6 +1,6 @@
 # fedcog: `make demo` shows it, `make test` proves it. Both set up what they need in .venv and may be run again at will.
 
-.PHONY: demo test clean
+.PHONY: demo study test clean
 
 # The first Python that is 3.11 or newer; choose another with: make demo PYTHON=/path/to/python3.12
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
@@ -9,6 +9,12 @@ BIN := .venv/bin
 
 demo: .venv/.ready
 	@$(BIN)/python -m fedcog compare examples/demo.toml --algorithms fedavg fedcog --seeds 0 1 2 --out runs/demo
+
+# Every method, bare and with FedCOG, three seeds: about half an hour on one core. Stopped, it goes on where it was.
+METHODS := fedavg fedavgm fedadam fedexp fedprox scaffold moon fedsam feddecorr feddyn fednova fedreg fedgen fedrep ditto vhl
+study: .venv/.ready
+	-$(BIN)/python -m fedcog compare examples/study.toml --algorithms $(METHODS) $(METHODS:%=%+fedcog) --seeds 0 1 2 --out runs/study
+	$(BIN)/python -m fedcog report runs/study --table runs/study/table.md
 
 test: .venv/.ready
 	$(BIN)/python -m ruff format --check .

@@ -7,26 +7,63 @@ try:
 except PackageNotFoundError:  # run from a checkout that was never installed
     __version__ = "0.0.0"
 
-from fedcog.algorithms import ALGORITHMS, Algorithm, FedAvg, FedCOG, FedProx, Wrapper
+from fedcog.algorithms import (
+    ALGORITHMS,
+    MOON,
+    SCAFFOLD,
+    VHL,
+    Algorithm,
+    Ditto,
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedCOG,
+    FedDecorr,
+    FedDyn,
+    FedExP,
+    FedGen,
+    FedNova,
+    FedProx,
+    FedReg,
+    FedRep,
+    FedSAM,
+    Wrapper,
+)
 from fedcog.data import DataError, Dataset, from_arrays, from_torch
 from fedcog.experiments.compare import compare
 from fedcog.experiments.config import Experiment, make_algorithm
 from fedcog.experiments.record import RecordError
 from fedcog.experiments.run import Run, load, read, run
 from fedcog.experiments.summary import Group, group
+from fedcog.federation.rounds import Diverged
 from fedcog.models import Model, ModelError
 from fedcog.settings import ConfigError
 
 __all__ = [
     "ALGORITHMS",
+    "MOON",
+    "SCAFFOLD",
+    "VHL",
     "Algorithm",
     "ConfigError",
     "DataError",
     "Dataset",
+    "Ditto",
+    "Diverged",
     "Experiment",
+    "FedAdam",
     "FedAvg",
+    "FedAvgM",
     "FedCOG",
+    "FedDecorr",
+    "FedDyn",
+    "FedExP",
+    "FedGen",
+    "FedNova",
     "FedProx",
+    "FedReg",
+    "FedRep",
+    "FedSAM",
     "Group",
     "Model",
     "ModelError",

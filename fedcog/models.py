@@ -151,7 +151,7 @@ def _refuse_what_cannot_work(
 
 
 def _find_head(module: nn.Module, inputs: Tensor, classes: int) -> str | None:
-    """The name of the linear layer, called once and sharing no weights, whose outputs are the network's, if any."""
+    """The name of the linear layer, called once, trained and sharing no weights, whose outputs are the network's."""
     made = list[tuple[str, Tensor]]()
     hooks = [
         part.register_forward_hook(lambda _, given, output, name=name: made.append((name, output)))
@@ -161,7 +161,8 @@ def _find_head(module: nn.Module, inputs: Tensor, classes: int) -> str | None:
     outputs = _trial(module, inputs, classes)
     for hook in hooks:
         hook.remove()
-    names, owned = [name for name, _ in made], dict(module.named_parameters())
+    names = [name for name, _ in made]
+    owned = {name for name, value in module.named_parameters() if value.requires_grad}
     return next(
         (
             name

@@ -29,7 +29,7 @@ class FedGen(Algorithm):
     alpha: float = setting(1.0, "weight of the loss on generated features", ">= 0")
     beta: float = setting(1.0, "weight of agreeing with generated features; with alpha 0, too: FedAvg", ">= 0")
     decay: float = setting(0.98, "factor on both weights, and on the generator's lr, after every round", "> 0", "<= 1")
-    steps: int = setting(50, "steps of the generator each round", ">= 0")
+    steps: int = setting(50, "steps of the generator each round", "> 0")
     batch: int = setting(32, "labels in a step of the generator", ">= 2")
     lr: float = setting(3e-4, "learning rate of the generator (Adam)", "> 0")
     weight_decay: float = setting(1e-2, "weight decay of the generator", ">= 0")

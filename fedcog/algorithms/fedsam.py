@@ -16,7 +16,7 @@ class FedSAM(Algorithm):
     """FedAvg whose clients step along the gradient found uphill, at theta + rho g / |g|, on the same batch.
 
     |g| is the length over the whole model. The second pass leaves running statistics alone. The default is what the
-    FedCOG paper states; its code has 0.05, and with small networks only that learns well (docs/results.md).
+    FedCOG paper states; its code has 0.05, and with small networks only that learns well (docs/study.md).
     """
 
     rho: float = setting(0.5, "how far uphill the gradient is taken", ">= 0")

@@ -10,7 +10,7 @@ from torch import Tensor
 from fedcog import generators
 from fedcog.algorithms.base import Batch, Draw, Extra, Origin, Site
 from fedcog.algorithms.wrapper import Wrapper
-from fedcog.models import Model
+from fedcog.models import Model, ModelError
 from fedcog.settings import setting
 from fedcog.tree import Params, State
 
@@ -40,6 +40,10 @@ class VHL(Wrapper):
         shape = generators.noise_shape(model.input_shape)
         drawn = {"virtual_mean": (model.classes, *shape), "virtual_noise": (self.virtual, *shape)}
         if self.source == "style":
+            if len(model.input_shape) != 3:
+                raise ModelError(
+                    f"vhl.source style makes images, and inputs here have shape {model.input_shape}: take noise."
+                )
             latent, sizes = generators.LATENT, generators.style_sizes(model.input_shape[0])
             weights = sum(torch.Size(size).numel() for size in sizes)
             drawn = {"virtual_mean": (model.classes, latent), "virtual_noise": (self.virtual, latent)}
@@ -107,6 +111,8 @@ class VHL(Wrapper):
 
     def contrast(self, features: Tensor, labels: Tensor) -> Tensor:
         """Supervised contrast (Khosla et al., NeurIPS 2020, eq. 2); who has no fellow counts nothing, but counts."""
+        if len(labels) == 1:
+            return features.sum() * 0
         unit = F.normalize(features, dim=-1)
         myself = torch.eye(len(labels), dtype=torch.bool, device=labels.device)
         near = (unit @ unit.T / self.temperature).masked_fill(myself, -torch.inf)

@@ -145,7 +145,7 @@ def test_all_faults_at_once_and_no_traceback(capsys: pytest.CaptureFixture[str])
             "compare --algorithms fedavg --fedprox.mu 1",
             "fedprox has settings, but the algorithm is fedavg: add fedprox",
         ),
-        ("list everything", "did not understand: everything"),
+        ("list everything", "invalid choice"),
     ],
 )
 def test_faults_end_with_2_and_say_what_to_do(words: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,12 +92,13 @@ class Progress:
             self.bar.update(self.task, completed=self.done, accuracy=accuracy, description=run)
             return
         left = line["seconds"]["total"] * (self.rounds - self.done)
-        loss = "not finite" if line["loss"] is None else f"{line['loss']:.4f}"
+        loss = "not finite" if line["loss"] is None else f"{line['loss']:{'.4f' if line['loss'] < 1e4 else '.3g'}}"
+        skipped = f"; left out {', '.join(str(client) for client in line['skipped'])}" if line.get("skipped") else ""
         total = line["seconds"]["total"]
         words = (
             f"{run}, round {line['round']} of {what.rounds}: loss {loss} {accuracy} ({total:.1f} s; {left:.0f} s left)"
         )
-        note(words.replace("  ", " "))
+        note(words.replace("  ", " ") + skipped)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if self.stop:
@@ -135,9 +136,10 @@ def experiment(what: Experiment, out: Any, style: Style, seeds: Sequence[int] = 
     if style == "quiet":
         return
     local = f"{what.local_epochs:g} epochs" if what.local_epochs else f"{what.local_steps} steps"
+    some = f" by {what.participation:.0%} of them ({what.selection})" if what.participation < 1 else ""
     say(
         f"{name_of(what.algorithm)} on {what.dataset}: {what.clients} clients ({what.partition_rule}), "
-        f"{what.rounds} rounds of {local}, batch {what.batch_size}, {what.optimizer} lr {what.lr:g}, "
+        f"{what.rounds} rounds of {local}{some}, batch {what.batch_size}, {what.optimizer} lr {what.lr:g}, "
         + (f"seeds {', '.join(str(seed) for seed in seeds)}" if seeds else f"seed {what.seed}"),
         style,
     )
@@ -160,6 +162,11 @@ def comparison(experiments: Sequence[Experiment], seeds: Sequence[int], out: Any
 def _warnings(what: Experiment) -> list[str]:
     found = []
     for name, layer in layers(what.algorithm):
+        if layer.personalises and not what.evaluate_local:
+            found.append(f"{name} is about the clients' own models, and they are not evaluated (--evaluate-local).")
+    if what.selection == "uniform" and (what.candidates or what.choice_loss != "all"):
+        found.append("candidates and choice_loss do nothing without --selection power-of-choice.")
+    for name, layer in layers(what.algorithm):
         start = getattr(layer, "start_round", 0)
         if start >= what.rounds:
             found.append(
@@ -172,7 +179,7 @@ def results(runs: Sequence[Run], style: Style) -> None:
     """Last and best accuracy of every group of runs, mean and deviation over seeds."""
     if style == "quiet":
         return
-    scored = [run for run in runs if run.accuracies]
+    scored = [run for run in runs if run.accuracies or run.diverged]
     if not scored:
         say("no round has been evaluated yet", style)
         return
@@ -180,9 +187,10 @@ def results(runs: Sequence[Run], style: Style) -> None:
     found = summary.rows(scored)
     if style == "plain":
         say(title, style)
-        for label, last, best, *own, seeds, _ in found:
+        for label, last, best, *own, seeds, rounds in found:
             mine = f", personal last {own[0]}, best {own[1]}" if own[0] else ""
-            say(f"{label}: last {last}, best {best}{mine}, seeds {seeds}", style)
+            lost = f", rounds {rounds}" if "diverged" in rounds else ""
+            say(f"{label}: last {last or 'none'}, best {best or 'none'}{mine}, seeds {seeds}{lost}", style)
         return
     table = Table(title=title, title_justify="left")
     for column in summary.COLUMNS:
@@ -191,7 +199,10 @@ def results(runs: Sequence[Run], style: Style) -> None:
         table.add_row(*row)
     _out.print(table)
     if any(row[3] for row in found):
-        _out.print("personal: the clients' own models (else the global one, fine-tuned) on their own label mix")
+        words = (
+            "personal: the round's clients' own models (else their local ones, before averaging), on their label mix"
+        )
+        _out.print(words, markup=False)
 
 
 def catalogue(what: str | None, data_dir: str | None) -> None:

@@ -47,6 +47,9 @@ def own_algorithms(words: Sequence[str]) -> tuple[list[str], Classes]:
             flag, equals, text = "", "", word
         if named and ".py:" in text:
             text, found = resolve(text)
+            for name in found.keys() & classes.keys():
+                if found[name] is not classes[name]:
+                    raise ConfigError([f"two algorithms of your own are called {name}: rename one of them."])
             classes |= found
         plain.append(f"{flag}{equals}{text}")
     return plain, classes

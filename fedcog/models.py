@@ -128,8 +128,9 @@ def _refuse_what_cannot_work(
         before = torch.random.get_rng_state()
         outputs = _trial(once, inputs, classes)
         drew = not torch.equal(before, torch.random.get_rng_state())
-        repeated = _trial(again, given.clone(), classes)
-        head = _find_head(in_use, given.clone(), classes)
+        repeated = _trial(copy.deepcopy(again), given.clone(), classes)
+        found = [_find_head(copy.deepcopy(one), given.clone(), classes) for one in (again, in_use)]
+        head = found[0] if found[0] == found[1] else None
     if drew or not torch.equal(outputs.nan_to_num(), repeated.nan_to_num()):
         noisy = [n for n, part in module.named_modules() if isinstance(part, nn.modules.dropout._DropoutNd) and part.p]
         where = f"{', '.join(repr(name) for name in noisy)} must draw" if noisy else "it must draw"
@@ -151,26 +152,26 @@ def _refuse_what_cannot_work(
 
 
 def _find_head(module: nn.Module, inputs: Tensor, classes: int) -> str | None:
-    """The name of the linear layer, called once, trained and sharing no weights, whose outputs are the network's."""
+    """The name of the linear layer whose outputs are the network's, if there is one.
+
+    It must be a plain nn.Linear, called once with one input, trained, and share its weights with no other layer.
+    """
     made = list[tuple[str, Tensor]]()
     hooks = [
-        part.register_forward_hook(lambda _, given, output, name=name: made.append((name, output)))
+        part.register_forward_hook(lambda _, given, output, name=name: made.append((name if given else "", output)))
         for name, part in module.named_modules()
-        if isinstance(part, nn.Linear)
+        if type(part) is nn.Linear
     ]
     outputs = _trial(module, inputs, classes)
     for hook in hooks:
         hook.remove()
-    names = [name for name, _ in made]
-    owned = {name for name, value in module.named_parameters() if value.requires_grad}
-    return next(
-        (
-            name
-            for name, output in made
-            if output is outputs and names.count(name) == 1 and f"{name}.weight".lstrip(".") in owned
-        ),
-        None,
-    )
+    named = list(module.named_parameters(remove_duplicate=False))
+    for name, output in made:
+        own = [value for key, value in named if key == f"{name}.weight".lstrip(".")]
+        alone = len(own) == 1 and own[0].requires_grad and sum(value is own[0] for _, value in named) == 1
+        if output is outputs and alone and [key for key, _ in made].count(name) == 1:
+            return name
+    return None
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

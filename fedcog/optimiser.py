@@ -76,11 +76,11 @@ _MOVES: dict[Kind, Callable[..., tuple[list[Tensor], Motion]]] = {
 def clip(grads: Params, limit: float) -> Params:
     """The gradients of one client, scaled down to at most `limit` in length over the whole model.
 
-    A model that rides along ("ASIDE/name") is measured and scaled apart.
+    A model that rides along ("ASIDE..name") is measured and scaled apart.
     """
     models: dict[str, Params] = {}
     for name, value in grads.items():
-        models.setdefault(name.rpartition("/")[0], {})[name] = value
+        models.setdefault(name.partition("..")[0] if ".." in name else "", {})[name] = value
     scaled: Params = {}
     for model in models.values():
         length = torch.stack([(value * value).sum() for value in model.values()]).sum().sqrt()

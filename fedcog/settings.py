@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import inspect
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -73,8 +74,13 @@ def settings(cls: type) -> dict[str, Setting]:
             field.metadata.get("bounds", ()),
         )
         for field in dataclasses.fields(cls)
-        if types[field.name] in (int, float, bool, str) or get_origin(types[field.name]) is Literal
+        if types[field.name] in (int, float, bool, str) or _words(types[field.name])
     }
+
+
+def _words(kind: Any) -> bool:
+    """Is it a choice of words?"""
+    return get_origin(kind) is Literal and all(isinstance(choice, str) for choice in get_args(kind))
 
 
 def unsound(cls: type, besides: set[str]) -> list[str]:
@@ -83,7 +89,14 @@ def unsound(cls: type, besides: set[str]) -> list[str]:
     if "__dataclass_fields__" not in vars(cls) and ("__init__" in vars(cls) or inspect.get_annotations(cls)):
         return [f"{cls.__name__} has settings of its own but is no dataclass: put @dataclass(frozen=True) above it."]
     odd = [field.name for field in dataclasses.fields(cls) if field.name not in {*known, *besides}]
-    return [f"setting {name} is neither int, float, bool, str nor Literal, so it cannot be recorded." for name in odd]
+    bare = [name for name, one in known.items() if one.default is dataclasses.MISSING]
+    return [
+        *(
+            f"setting {name} is neither int, float, bool, str nor a Literal of words: it cannot be recorded."
+            for name in odd
+        ),
+        *(f"setting {name} has no default: give it one." for name in bare),
+    ]
 
 
 def parse(setting: Setting, text: str) -> Any:
@@ -104,6 +117,8 @@ def fault(setting: Setting, value: Any) -> str | None:
     fits = value in setting.choices if setting.choices else type(value) is setting.type
     if fits and setting.type in (int, float):
         fits = abs(value) < LARGEST and all(_HOLDS[sign](value, limit) for sign, limit in setting.bounds)
+    if not fits and type(value) in (int, float) and LARGEST <= abs(value) < math.inf:
+        return f"is too large ({value:g})"
     return None if fits else f"needs {setting.kind}, not {value!r}"
 
 

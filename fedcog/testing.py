@@ -2,16 +2,19 @@
 
 import dataclasses
 import tempfile
+import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fedcog import tree
+from fedcog import settings, tree
 from fedcog.algorithms import Algorithm, FedCOG
 from fedcog.data import Dataset, FederatedData, from_arrays
 from fedcog.experiments.config import layers
+from fedcog.experiments.prepare import surroundings
 from fedcog.experiments.record import Checkpoint, RunDirectory
 from fedcog.federation import evaluate
 from fedcog.federation.cohort import Cohort, Mapping, joined
@@ -266,23 +269,44 @@ CONTRACT: dict[str, Callable[[Algorithm], None]] = {
 def check_algorithm(algorithm: Algorithm, neutral: Algorithm | None = None) -> None:
     """Put an algorithm to every test of the contract; an AssertionError tells all that it fails, each with a reason.
 
-    `neutral` is the same algorithm with settings under which it must be FedAvg, to the last bit.
+    `neutral` is the same algorithm with settings under which it must be FedAvg, to the last bit. It takes some seconds.
     """
     checks: dict[str, Callable[[], None]] = {}
     if neutral is not None:
         checks["neutral_is_fedavg"] = lambda: neutral_is_fedavg(algorithm, neutral)
     for name, check in CONTRACT.items():
         checks[name] = lambda check=check: check(algorithm)  # type: ignore[misc]
-    failed = []
-    for name, run in checks.items():
-        try:
-            run()
-        except Exception as error:  # whatever a hook of somebody else's may raise is a finding
-            reason = str(error).strip().splitlines() or [""]
-            failed.append(
-                f"{name}: {'' if isinstance(error, AssertionError) else type(error).__name__ + ': '}{reason[0]}"
-            )
+    with surroundings(threads=1):
+        trouble = settings.unsound(type(algorithm), besides={"inner"}) or _trouble(lambda: _runs(algorithm))
+        assert not trouble, f"{type(algorithm).__name__} does not run: {' '.join(trouble)}"
+        failed = [f"{name}: {reason}" for name, check in checks.items() for reason in _trouble(check)]
     assert not failed, f"{algorithm} breaks the contract:\n  " + "\n  ".join(failed)
+
+
+def _runs(algorithm: Algorithm) -> None:
+    """Does it get through two rounds, and is there a difference?"""
+    plain, found = Small(Algorithm(), **PARTIAL).everything(), Small(algorithm, **PARTIAL).everything()
+    same = plain.keys() == found.keys() and all(torch.equal(plain[name], found[name]) for name in plain)
+    assert type(algorithm) is Algorithm or not same, (
+        "it is nothing but FedAvg: is a hook misspelt, or a setting neutral?"
+    )
+
+
+def _trouble(check: Callable[[], None]) -> list[str]:
+    """What goes wrong in a check, if anything: whatever a hook of somebody's own may raise is a finding."""
+    try:
+        check()
+    except AssertionError as error:
+        return [str(error).strip() or "an assertion failed."]
+    except Exception as error:
+        where = [
+            one for one in traceback.extract_tb(error.__traceback__) if "fedcog" not in Path(one.filename).parts[-3:]
+        ]
+        ours = [one for one in where if "site-packages" not in one.filename]
+        last = (ours or traceback.extract_tb(error.__traceback__))[-1]
+        reason = (str(error).strip().splitlines() or [""])[0]
+        return [f"{type(error).__name__}: {reason} (in {last.name}, line {last.lineno} of {last.filename})."]
+    return []
 
 
 def _form(state: State) -> dict[str, tuple[torch.Size, torch.dtype]]:

@@ -145,3 +145,38 @@ def test_dropout_that_drops_nothing_is_fine() -> None:
 def test_a_network_too_large_for_the_images_is_refused() -> None:
     with pytest.raises(ModelError, match=r"too small.*Choose another: cnn"):
         build("cnn", (1, 8, 8), 4, seed=0)
+
+
+class Last(nn.Module):
+    """A network whose last layer is `kind`, used in an odd way."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.head = Cosine(4, 4) if kind == "subclass" else nn.Linear(4, 4)
+        self.middle = nn.Linear(4, 4)
+        if kind == "tied":
+            self.middle.weight = self.head.weight
+        if kind == "frozen":
+            self.head.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = self.middle(x.flatten(1)[:, :4]).tanh()
+        if self.kind == "keyword":
+            return self.head(input=z)  # type: ignore[no-any-return]
+        if self.kind == "aside" and self.training:
+            return nn.functional.linear(z, self.head.weight, self.head.bias)
+        return self.head(self.head(z) if self.kind == "twice" else z)  # type: ignore[no-any-return]
+
+
+class Cosine(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return nn.functional.normalize(input, dim=-1) @ nn.functional.normalize(self.weight, dim=-1).T
+
+
+@pytest.mark.parametrize("kind", ["subclass", "tied", "frozen", "keyword", "aside", "twice"])
+def test_a_head_that_is_none_is_not_taken_for_one(kind: str) -> None:
+    model = Model(Last(kind), (1, 8, 8), 4)
+    assert model.head is None and Model(Last("plain"), (1, 8, 8), 4).head == "head"
+    logits, features = model.forward(model.params, {}, torch.randn(3, 1, 8, 8))
+    assert logits.shape == (3, 4) and features is None

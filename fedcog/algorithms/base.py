@@ -1,6 +1,8 @@
 """What an algorithm is: its difference from FedAvg, written for one client with no client axis."""
 
 import dataclasses
+import difflib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, final
@@ -106,12 +108,14 @@ class Algorithm:
     """FedAvg (McMahan et al., AISTATS 2017). Every other algorithm is a few overridden hooks.
 
     Hooks are pure: randomness is an argument, nothing is written in place, and none knows of other clients. Parameters
-    may be more than the network's: names with a dot are parts of the same model, "ASIDE/name" belongs to another model
-    that rides along, is trained like the first and clipped apart from it.
+    may be more than the network's, under names no network can have: ".part.name" is a part of the same model,
+    "ASIDE..name" belongs to another one that rides along, is trained like the first and clipped apart from it.
     """
 
     uplink: ClassVar[Uplink] = "sum"  # "each": the payload's "each" reaches the server client by client, not as a sum
     needs_head: ClassVar[bool] = False  # does it look at features, or at the last layer?
+    personalises: ClassVar[bool] = False  # is the clients' own model what it is about?
+    needs_sgd: ClassVar[bool] = False  # does it take the way a client went for a sum of gradients?
 
     def __init_subclass__(cls) -> None:
         """Refuse to lose a rule: `local_loss` is composed of hooks so that wrappers can scale its data term."""
@@ -120,6 +124,17 @@ class Algorithm:
                 f"{cls.__name__} overrides local_loss. Override data_loss (what is learnt from examples) or penalty "
                 "(what is added to it) instead: only then does FedCOG around it keep both."
             )
+        hooks = {name: value for name, value in vars(Algorithm).items() if inspect.isfunction(value) and name[0] != "_"}
+        for name, value in cls.__dict__.items():
+            if name[0] == "_" or not inspect.isfunction(value):
+                continue
+            if name not in hooks and (near := difflib.get_close_matches(name, hooks, n=1, cutoff=0.85)):
+                raise TypeError(f"{cls.__name__}.{name} is no hook, so nobody would call it: did you mean {near[0]}?")
+            wanted, given = (inspect.signature(one) for one in (hooks.get(name, value), value))
+            try:
+                given.bind(*wanted.parameters)
+            except TypeError:
+                raise TypeError(f"{cls.__name__}.{name} takes {given}, and is called with {wanted}.") from None
 
     def draws(self, round: int, model: Model, batch_size: int) -> dict[str, Draw]:
         """The random tensors wanted in a round; rounds count from 0."""

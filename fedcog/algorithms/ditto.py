@@ -2,12 +2,14 @@
 
 import dataclasses
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
 from fedcog import tree
-from fedcog.algorithms.base import Batch, Effort, Loss, Site
+from fedcog.algorithms.base import Batch, Effort, Loss, Origin, Site
 from fedcog.algorithms.wrapper import Wrapper
+from fedcog.models import ModelError
 from fedcog.settings import setting
 from fedcog.tree import Params, State
 
@@ -21,11 +23,22 @@ class Ditto(Wrapper):
     the first model that the client is sent.
     """
 
+    personalises: ClassVar[bool] = True
     lambda_pull: float = setting(1.0, "strength of the pull of the personal model towards the global one", ">= 0")
 
     def stiffness(self) -> dict[str, float]:
         """That of the pull."""
         return {"lambda_pull": self.lambda_pull}
+
+    def server_init(self, origin: Origin) -> State:
+        """Inner's, if it shares the whole model."""
+        server = self.inner.server_init(origin)
+        if home := sorted(origin.params.keys() - server["params"].keys()):
+            raise ModelError(
+                f"ditto trains a copy of the model that is sent, and what it goes around keeps {', '.join(home)} at "
+                "home: take one or the other."
+            )
+        return server
 
     def client_init(self, shared: State) -> State:
         """v = the first G."""
@@ -73,7 +86,7 @@ class Ditto(Wrapper):
         return _own(params) | _own(site.buffers)
 
 
-_PREFIX = "personal/"
+_PREFIX = "personal.."
 
 
 def _aside(params: Params) -> Params:

@@ -17,7 +17,15 @@ from fedcog.tree import Params, State
 
 @dataclass(frozen=True)
 class FedCOG(Wrapper):
-    """Any algorithm, with each client's data complemented by generated inputs that it distils the global model on."""
+    """Any algorithm, with each client's data complemented by generated inputs that it distils the global model on.
+
+    Each round a client optimises noise into inputs that the global model gives the labels it lacks (task loss) and on
+    which its own model of its last round disagrees (Jensen-Shannon divergence, eqs. 1 and 2), then trains on its data
+    while it distils the global model's outputs on those inputs (eq. 3). Shares are `balanced` by how much is missing,
+    the paper's way without a hyper-parameter, or `fixed`. Labels are shared out by largest remainder, and inputs and
+    teacher's outputs are both those of the last step (published code floors the one and mixes up the other). Only the
+    inner data term is scaled, no penalty. It sends what the inner algorithm sends.
+    """
 
     count: int = setting(256, "inputs generated per client and round", "> 0")
     steps: int = setting(100, "optimisation steps of the inputs", ">= 0")

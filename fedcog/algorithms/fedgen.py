@@ -18,8 +18,9 @@ class FedGen(Algorithm):
     """FedAvg whose clients also learn on features that the server's generator makes of labels.
 
     The generator is taught by each client's own head, weighed by what share of a label's examples the client holds: so
-    the server must see heads and label counts one by one, and sums are not enough. The counts are those expected among
-    the examples drawn, plus one. Clients add two terms from the second round on: cross-entropy on generated features
+    the server must see heads and label counts one by one, and sums are not enough. As in the published code, its loss
+    is the weighted sum of the heads' losses (the paper has that of their mean). The counts are those expected among the
+    examples drawn, plus one. Clients add two terms from the second round on: cross-entropy on generated features
     (the paper's), and the published code's, that real inputs be classified like features generated for their labels.
     The authors weigh both by 10 and train by plain SGD; momentum 0.9 makes steps ten times as long, so here it is 1.
     """
@@ -95,8 +96,9 @@ class FedGen(Algorithm):
         made = site.model.classify(outputs["params"], generators.features(generator, drawn["made_eps"], asked, classes))
         like = generators.features(generator, drawn["real_eps"], batch["y"], classes)
         wanted = site.model.classify(outputs["params"], like).detach()
+        natural = outputs["logits"][..., :classes]  # a wrapper may have added more
         learnt = self._weight(self.alpha, site) * site.task.loss(made, asked).mean()
-        agreed = self._weight(self.beta, site) * site.task.distil(wanted, outputs["logits"][..., :classes]).mean()
+        agreed = self._weight(self.beta, site) * site.task.distil(wanted, natural).mean()
         return super().data_loss(outputs, batch, site) + learnt + agreed
 
     def outputs(self, params: Params, batch: Batch, site: Site) -> State:
@@ -104,6 +106,6 @@ class FedGen(Algorithm):
         return super().outputs(params, batch, site) | {"params": params}
 
     def _weight(self, weight: float, site: Site) -> Tensor:
-        """The weight in this round: none in the first, then less and less."""
+        """The weight in this round: none in the first, then less and less, but never below the code's 1e-4."""
         round: Tensor = site.shared["round"]
         return (round > 0) * (weight * self.decay**round).clamp(min=1e-4 if weight else 0.0)

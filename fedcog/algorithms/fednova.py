@@ -13,7 +13,9 @@ class FedNova(Algorithm):
     """FedAvg whose clients send their change divided by their effective number of steps a, momentum included.
 
     The server multiplies the mean of those by the mean a. Clients with equal numbers of steps (and no running
-    statistics to average) give FedAvg again; with unequal ones, nobody pulls harder for having stepped more often.
+    statistics to average) give FedAvg again; with unequal ones (--local-epochs and a partition of unequal sizes)
+    nobody pulls harder for having stepped more often. Beware of momentum there: the change of a client that stepped
+    once or twice is stretched to the mean a, which momentum makes ten times the mean number of steps.
     """
 
     strength: float = setting(1.0, "exponent on the number of steps; 0: FedAvg", ">= 0", "<= 1")

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fedcog.algorithms.base import Algorithm, Batch, Effort, Loss, Origin, Site
+from fedcog.models import ModelError
 from fedcog.settings import setting
 from fedcog.tree import Params, State
 
@@ -17,10 +18,12 @@ class FedRep(Algorithm):
 
     The frozen part is masked in the gradient and in the step; one momentum runs through both phases, in which the part
     that is frozen gathers nothing but weight decay. A newcomer has the initial head. The server's own accuracy is that
-    of the shared layers under the initial head and means nothing: look at the personalised one.
+    of the shared layers under the initial head (sent out each round for newcomers) and means nothing: look at the
+    personalised one.
     """
 
     needs_head: ClassVar[bool] = True
+    personalises: ClassVar[bool] = True
     head_share: float = setting(2 / 3, "share of the local steps, the first ones, that train the head", ">= 0", "<= 1")
     personal: Literal["head", "none"] = setting("head", "what stays at home; none, and head_share 0: FedAvg")
 
@@ -29,6 +32,8 @@ class FedRep(Algorithm):
         names = origin.model.head_names if self.personal == "head" else []
         head = {name: origin.params[name] for name in names}
         body = {name: value for name, value in origin.params.items() if name not in head}
+        if not body:
+            raise ModelError("fedrep shares all layers but the last, and this network trains no other.")
         return super().server_init(origin._replace(params=body)) | {"head": head}
 
     def broadcast(self, server: State) -> State:

@@ -1,6 +1,7 @@
 """SCAFFOLD (Karimireddy et al., ICML 2020, algorithm 1, option II): control variates against client drift."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -14,11 +15,13 @@ from fedcog.tree import Params, State
 class SCAFFOLD(Algorithm):
     """FedAvg whose clients step along g - c_k + c: their own mean gradient taken off, everybody's put in its place.
 
-    The new variate is the client's mean gradient, (G - theta) / length less the correction; length counts momentum in,
-    without which the variates grow tenfold at momentum 0.9. The server's c stays the plain mean of all clients' c_k,
-    whatever their weights: it moves by their changes over the whole population, present or not.
+    The new variate is the client's mean gradient, (G - theta) / length less the correction; length is the sum of its
+    step sizes, momentum counted in, without which the variates grow tenfold at momentum 0.9. The model moves by the
+    mean change as in FedAvg (by examples; a global step size of 1). The server's c stays the plain mean of all clients'
+    c_k, whatever their weights: it moves by their changes over the whole population, present or not.
     """
 
+    needs_sgd: ClassVar[bool] = True
     strength: float = setting(1.0, "share of the correction that is applied; 0: FedAvg", ">= 0", "<= 1")
 
     def server_init(self, origin: Origin) -> State:

@@ -30,7 +30,7 @@ class VHL(Wrapper):
     lambda_align: float = setting(1.0, "weight of aligning real features with virtual ones", ">= 0")
     kappa: float = setting(0.1, "weight of the contrast among virtual features", ">= 0")
     temperature: float = setting(0.07, "temperature of both contrasts", "> 0")
-    align_epochs: float = setting(5.0, "local epochs, from the start of a round, with alignment", ">= 0")
+    align_epochs: int = setting(5, "local epochs, from the start of a round, with alignment", ">= 0")
     virtual: int = setting(2000, "virtual examples in all", "> 0")
     source: Literal["noise", "style"] = setting("noise", "what virtual data are: clouds of noise, or styled images")
     labels: Literal["separate", "shared"] = setting("separate", "virtual classes: beside the natural ones, or the same")
@@ -56,12 +56,15 @@ class VHL(Wrapper):
         if self.labels == "shared":
             return self.inner.server_init(origin)
         like, classes = next(iter(origin.params.values())), origin.model.classes
-        head = {"virtual.weight": like.new_zeros(classes, origin.model.width), "virtual.bias": like.new_zeros(classes)}
+        head = {
+            ".virtual.weight": like.new_zeros(classes, origin.model.width),
+            ".virtual.bias": like.new_zeros(classes),
+        }
         return self.inner.server_init(origin._replace(params=dict(sorted((origin.params | head).items()))))
 
     def server_model(self, server: State) -> Params:
         """Inner's, without the head for the virtual classes."""
-        return {n: value for n, value in self.inner.server_model(server).items() if not n.startswith("virtual.")}
+        return {n: value for n, value in self.inner.server_model(server).items() if not n.startswith(".virtual.")}
 
     def unpack(self, shared: State, draws: State, model: Model) -> State:
         """Inner's, and the virtual examples."""
@@ -107,7 +110,9 @@ class VHL(Wrapper):
         logits: Tensor = outputs["logits"]
         if self.labels == "shared":
             return logits
-        return torch.cat([logits, F.linear(outputs["features"], params["virtual.weight"], params["virtual.bias"])], -1)
+        return torch.cat(
+            [logits, F.linear(outputs["features"], params[".virtual.weight"], params[".virtual.bias"])], -1
+        )
 
     def contrast(self, features: Tensor, labels: Tensor) -> Tensor:
         """Supervised contrast (Khosla et al., NeurIPS 2020, eq. 2); who has no fellow counts nothing, but counts."""

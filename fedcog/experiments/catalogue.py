@@ -12,6 +12,7 @@ from fedcog import settings, tree
 from fedcog.algorithms import ALGORITHMS, Algorithm, Effort, Site, Wrapper
 from fedcog.data import FederatedData, from_arrays
 from fedcog.federation.cohort import Cohort
+from fedcog.federation.selection import PowerOfChoice, Uniform
 from fedcog.federation.simulation import Simulation
 from fedcog.models import Model, build
 from fedcog.optimiser import Optimiser
@@ -99,6 +100,11 @@ def markdown(entries: list[Entry]) -> str:
             ]
             parts.append("\n".join(table))
         sections.append("\n\n".join(parts))
+    chosen = "\n\n".join(
+        f"`--selection {name}`: {' '.join(inspect.cleandoc(cls.__doc__ or '').split())}"
+        for name, cls in {"uniform": Uniform, "power-of-choice": PowerOfChoice}.items()
+    )
+    sections.append(f"## Who takes part\n\n{chosen}")
     return INTRODUCTION + "\n".join(rows) + "\n\n" + "\n\n".join(sections) + "\n"
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ class Experiment:
 
     seed: int = setting(0, "seed of everything random", ">= 0")
     on_divergence: Literal["stop", "skip"] = setting(
-        "stop", "when a client's update is not finite: stop, or leave that client out of the round"
+        "stop", "when a client's update is not finite: stop, or leave that client out of the round", identity=False
     )
     evaluate_every: int = setting(1, "rounds between evaluations; the last is always evaluated", ">= 1")
     evaluate_local: bool = setting(True, "evaluate the clients' local models too")
@@ -100,6 +101,12 @@ class Experiment:
             if not isinstance(layer, Recorded | RecordedWrapper):
                 faults += [f"{name}: {trouble}" for trouble in settings.unsound(type(layer), besides={"inner"})]
                 faults += settings.read(type(layer), own_settings(layer), f"{name}.")[1]
+        for name, layer in layers(self.algorithm):
+            if getattr(layer, "needs_sgd", False) and self.optimizer != "sgd":
+                faults.append(
+                    f"{name} reads the mean gradient off the way it went, which steps of {self.optimizer} do not "
+                    "show: set --optimizer sgd, or choose another algorithm."
+                )
         named = [name for name, _ in layers(self.algorithm)]
         for name in {name for name in named if named.count(name) > 1}:
             faults.append(f"{name} goes around itself: name each algorithm once.")
@@ -125,7 +132,7 @@ class Experiment:
         lines = [f"{key} = {_toml(value)}" for key, value in values.items() if not isinstance(value, dict)]
         for name, table in values.items():
             if isinstance(table, dict):
-                lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in table.items())]
+                lines += ["", f"[{_key(name)}]", *(f"{_key(key)} = {_toml(value)}" for key, value in table.items())]
         return "\n".join(lines) + "\n"
 
     @property
@@ -142,6 +149,11 @@ class Experiment:
         free = {field.name for field in dataclasses.fields(self) if not field.metadata.get("identity", True)}
         values = {name: value for name, value in self.to_dict().items() if name not in free}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _key(name: str) -> str:
+    """A name in TOML: bare where it may be."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml(name)
 
 
 def _toml(value: Any) -> str:
@@ -163,7 +175,10 @@ def own_settings(layer: Algorithm) -> dict[str, Any]:
     """The settings of one layer, by name."""
     if isinstance(layer, Recorded | RecordedWrapper):
         return dict(layer.own)
-    return {key: getattr(layer, key) for key in settings.settings(type(layer))}
+    known = settings.settings(type(layer))
+    values = {key: getattr(layer, key) for key in known}  # a whole number will do for a float, but is recorded as one
+    whole = {key for key, value in values.items() if known[key].type is float and type(value) is int}
+    return {key: float(value) if key in whole else value for key, value in values.items()}
 
 
 def name_of(algorithm: Algorithm) -> str:

@@ -23,6 +23,8 @@ def resolve(text: str, known: Mapping[str, type[Algorithm]] = ALGORITHMS) -> tup
         match = None if first in known else re.match(r"(.+?\.py):(\w*)(?=\+|$)", rest)
         if match:
             found = load(Path(match[1]), match[2])
+            if classes.get(found.__name__, found) is not found:
+                raise ConfigError([f"two algorithms of your own are called {found.__name__}: rename one of them."])
             classes[found.__name__], first = found, match[0]
             names.append(found.__name__)
         else:
@@ -41,16 +43,15 @@ def load(path: Path, name: str) -> type[Algorithm]:
             raise ConfigError([f"there is no file {path}: name it as FILE.py:Class."])
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module  # dataclasses look their module up
-        sys.path.insert(0, str(path.resolve().parent))  # as for a script: it may import what lies beside it
+        sys.path.insert(0, str(path.resolve().parent))  # as for a script: it may import what lies beside it, also later
         try:
             spec.loader.exec_module(module)
         except BaseException as error:
             del sys.modules[module_name]
+            sys.path.remove(str(path.resolve().parent))
             if not isinstance(error, Exception | SystemExit):
                 raise
             raise ConfigError([f"{path} cannot be run: {type(error).__name__}: {error}."]) from error
-        finally:
-            sys.path.remove(str(path.resolve().parent))
     found = getattr(module, name, None)
     if not (inspect.isclass(found) and issubclass(found, Algorithm)):
         there = [
@@ -60,6 +61,8 @@ def load(path: Path, name: str) -> type[Algorithm]:
         ]
         hint = f"it has {', '.join(there)}" if there else "it has none; subclass fedcog.Algorithm"
         raise ConfigError([f"{path} has no algorithm called '{name}': {hint}."])
-    if found.__name__ in ALGORITHMS or found.__name__ in settings.settings(Experiment):
+    if trouble := settings.unsound(found, besides={"inner"}):
+        raise ConfigError([f"{path}: {found.__name__}: {fault}" for fault in trouble])
+    if found.__name__ in {*ALGORITHMS, *settings.settings(Experiment), "algorithm"}:
         raise ConfigError([f"{path}: an algorithm of your own cannot be called {found.__name__}; that name is taken."])
     return found

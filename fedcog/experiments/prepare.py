@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import hashlib
+import inspect
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from fedcog.data import DataError, Dataset, FederatedData, partition, sources
 from fedcog.data.partition import Rule
-from fedcog.experiments.config import Experiment, Recorded, RecordedWrapper, layers
+from fedcog.experiments.config import Experiment, Recorded, RecordedWrapper, layers, name_of
 from fedcog.federation import evaluate
 from fedcog.federation.cohort import Cohort
 from fedcog.federation.rounds import Schedule, round_half_up
@@ -119,6 +120,7 @@ class Prepared:
             "data": self._fingerprint(),
             "model": self.model_name,
             "network": hashlib.sha256(self.network.encode()).hexdigest()[:16],
+            "code": hashlib.sha256(_own_code(self.experiment).encode()).hexdigest()[:16],
             "input_shape": list(self.model.input_shape),
             "classes": self.model.classes,
         }
@@ -153,6 +155,16 @@ class Prepared:
             digest.update(f"{part.dtype} {list(part.shape)}".encode())
             digest.update(part.contiguous().numpy().data)
         return digest.hexdigest()[:16]
+
+
+def _own_code(experiment: Experiment) -> str:
+    """The source of the algorithms that are not ours, where it can be had."""
+    found = ""
+    for _, layer in layers(experiment.algorithm):
+        if not type(layer).__module__.startswith("fedcog."):
+            with contextlib.suppress(OSError, TypeError):
+                found += inspect.getsource(type(layer))
+    return found
 
 
 def share_out(experiment: Experiment, dataset: Dataset) -> list[Tensor]:
@@ -212,10 +224,11 @@ def find_device(name: str) -> torch.device:
 def check_runnable(experiment: Experiment) -> list[str]:
     """What stands in the way of a run read from a record: algorithms that are only names here."""
     strangers = [name for name, layer in layers(experiment.algorithm) if isinstance(layer, Recorded | RecordedWrapper)]
+    parts = [f"FILE.py:{part}" if part in strangers else part for part in name_of(experiment.algorithm).split("+")]
     return [
-        f"{name} is an algorithm of your own: say where it is, --algorithm FILE.py:{name}, or continue it from Python, "
-        "fedcog.run(...)."
-        for name in strangers
+        f"{name} is an algorithm of your own: say where it is, --algorithm {'+'.join(parts)}, or continue it from "
+        "Python, fedcog.run(...)."
+        for name in strangers[:1]
     ]
 
 

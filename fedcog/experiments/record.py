@@ -91,7 +91,8 @@ class RunDirectory:
         """Say what this run is of."""
         for left in self.path.glob(".*.part"):  # of a write that was killed
             left.unlink(missing_ok=True)
-        (self.path / "diverged.txt").unlink(missing_ok=True)  # of an earlier try
+        with self._writing("diverged.txt"):
+            (self.path / "diverged.txt").unlink(missing_ok=True)  # of an earlier try
         self._write("provenance.json", json.dumps(provenance, indent=1).encode())
         self._write("experiment.toml", experiment.to_toml().encode())
 

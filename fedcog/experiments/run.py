@@ -14,13 +14,14 @@ from torch import nn
 
 import fedcog
 from fedcog import tree
+from fedcog.algorithms import Algorithm
 from fedcog.data import Dataset
 from fedcog.experiments.config import Experiment, layers, name_of, own_settings
-from fedcog.experiments.prepare import Prepared, surroundings
+from fedcog.experiments.prepare import Prepared, check_runnable, surroundings
 from fedcog.experiments.record import Checkpoint, RecordError, RunDirectory
 from fedcog.federation.rounds import Diverged, Round, federate
 from fedcog.models import build
-from fedcog.tree import State
+from fedcog.tree import Params, State
 
 Watch = Callable[[Experiment, dict[str, Any]], None]
 
@@ -103,16 +104,16 @@ def run(
         directory.rewind(start)
         done = federate(experiment.algorithm, prepared.backend, prepared, prepared.schedule, prepared.server, start)
 
-        def save(round: int, server: State) -> None:
-            directory.save(Checkpoint(round, server, prepared.backend.store.flatten(), prepared.about))
+        def save(round: int, server: State, clients: Params) -> None:
+            directory.save(Checkpoint(round, server, clients, prepared.about))
 
-        for line, server, exhibit in _watched(done, experiment, directory, save):
+        for (line, server, exhibit), clients in _watched(done, prepared, directory, save):
             if exhibit:
                 directory.save_exhibit(line["round"], prepared.shown(exhibit))
             directory.append(line)
             stop = stopping is not None and stopping() and line["round"] < experiment.rounds
             if line["round"] % experiment.checkpoint_every == 0 or line["round"] == experiment.rounds or stop:
-                save(line["round"], server)
+                save(line["round"], server, clients)
             if watch:
                 watch(experiment, line)
             if stop:
@@ -125,8 +126,8 @@ def run(
         return finished
 
 
-def load(path: str | Path, model: nn.Module | None = None) -> nn.Module:
-    """The trained global model of a run, in evaluation mode; `model` is your own network where the run used one."""
+def load(path: str | Path, model: nn.Module | None = None, algorithm: Algorithm | None = None) -> nn.Module:
+    """The trained global model of a run, in evaluation mode; `model` and `algorithm` are your own, where it had any."""
     directory = RunDirectory(path)
     experiment, checkpoint = directory.experiment(), directory.load()
     if checkpoint is None:
@@ -140,7 +141,9 @@ def load(path: str | Path, model: nn.Module | None = None) -> nn.Module:
         model = build(name, tuple(checkpoint.about["input_shape"]), checkpoint.about["classes"], experiment.seed)
     known = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     trained = {name for name, value in model.named_parameters() if value.requires_grad}
-    weights = experiment.algorithm.server_model(checkpoint.server)
+    if algorithm is None and (own := check_runnable(experiment)):
+        raise RecordError(f"{own[0].partition(':')[0]}: load({str(path)!r}, algorithm=...) needs it to tell the model.")
+    weights = (algorithm or experiment.algorithm).server_model(checkpoint.server)
     if not trained <= weights.keys() <= known:
         raise RecordError(f"the network given is not the one the run in {path} trained: its parameters differ in name.")
     model = model.to(getattr(torch, experiment.precision))
@@ -166,9 +169,12 @@ def default_out(experiment: Experiment) -> Path:
 
 def _check_same(directory: RunDirectory, experiment: Experiment, resume: bool) -> None:
     there, rounds = directory.experiment(), len(directory.lines())
+    if directory.failure() and not rounds:  # it diverged in its first round: there is nothing to lose
+        return
     if not resume:
         raise RecordError(
-            f"{directory.path} already holds a run ({rounds} of {there.rounds} rounds). Continue it with: fedcog run "
+            f"{directory.path} already holds a run ({rounds} of {there.rounds} rounds"
+            f"{', then it diverged' if directory.failure() else ''}). Continue it with: fedcog run "
             f"--resume {directory.path}   or choose another --out."
         )
     if there.identity != experiment.identity:
@@ -195,6 +201,7 @@ def _restore(directory: RunDirectory, prepared: Prepared) -> int:
         "experiment": "by another experiment",
         "data": "on other data",
         "network": "of another network",
+        "code": "by other code of an algorithm of your own",
     }.items():
         if checkpoint.about.get(key) != prepared.about[key]:
             file = directory.path / "checkpoint.safetensors"
@@ -212,16 +219,22 @@ def _restore(directory: RunDirectory, prepared: Prepared) -> int:
 
 
 def _watched(
-    rounds: Iterator[Round], experiment: Experiment, directory: RunDirectory, save: Callable[[int, State], None]
-) -> Iterator[Round]:
-    """The rounds; where training diverges, the last good one is saved and the likely setting named."""
-    last: Round | None = None
+    rounds: Iterator[Round],
+    prepared: Prepared,
+    directory: RunDirectory,
+    save: Callable[[int, State, Params], None],
+) -> Iterator[tuple[Round, Params]]:
+    """The rounds, each with the clients' states; where training diverges, the last good one is saved and the likely
+    setting named."""
+    last: tuple[Round, Params] | None = None
+    experiment = prepared.experiment
     try:
-        for last in rounds:
+        for round in rounds:
+            last = round, prepared.backend.store.flatten()
             yield last
     except Diverged as error:
-        if last is not None:
-            save(last.line["round"], last.server)
+        if last is not None:  # and not the store as it is now: the round that failed may have moved it
+            save(last[0].line["round"], last[0].server, last[1])
         good = f"The checkpoint is that of round {error.round}." if error.round else "There is no good round before it."
         told = Diverged(error.clients, error.round, f"{_advice(experiment, error)} {good}")
         directory.fail(str(told))
@@ -232,21 +245,23 @@ def _advice(experiment: Experiment, error: Diverged) -> str:
     """Which setting is the likely cause, and what to do about it."""
     if not error.clients:
         name, base = layers(experiment.algorithm)[-1]
-        told = ", ".join(f"--{name}.{key} {value}" for key, value in own_settings(base).items())
+        told = ", ".join(f"--{name}.{key.replace('_', '-')} {value}" for key, value in own_settings(base).items())
         return f"The likely cause is the server's step ({told or name}): change its settings."
     rate = experiment.lr * experiment.lr_decay**error.round
     momentum = experiment.momentum if experiment.optimizer == "sgd" else 0.0
     for name, layer in layers(experiment.algorithm):
         for key, curvature in layer.stiffness().items():
             if experiment.optimizer == "sgd" and rate * curvature >= 2 * (1 + momentum):
+                flag = f"--{name}.{key.replace('_', '-')}"
                 return (
-                    f"The likely setting is --{name}.{key} {curvature:g}: at lr {rate:g} each step overshoots what it "
-                    f"pulls to. Keep it below {2 * (1 + momentum) / rate:g}, or lower --lr."
+                    f"The likely setting is {flag} {curvature:g}: at lr {rate:g} a step overshoots what it pulls to. "
+                    f"Keep it below {2 * (1 + momentum) / rate:g}, or lower --lr, and start anew."
                 )
     length = f", {rate / (1 - momentum):g} with momentum" if momentum else ""
+    skip = ", or go on with --resume and --on-divergence skip, which leaves such clients out of their round"
     return (
-        f"The likely setting is --lr {experiment.lr:g} (a step length of {rate:g}{length}): lower it, set "
-        "--grad-clip 10, or leave such clients out of their round with --on-divergence skip."
+        f"The likely setting is --lr {experiment.lr:g} (a step length of {rate:g}{length}): lower it, or set "
+        f"--grad-clip 10, and start anew{skip if experiment.on_divergence == 'stop' else ''}."
     )
 
 

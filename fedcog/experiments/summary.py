@@ -51,11 +51,15 @@ COLUMNS = ("algorithm", "last", "best", "personal last", "personal best", "seeds
 def rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
     """A row of COLUMNS for every group of runs: accuracies in %, mean and deviation over seeds."""
     found = []
-    for each in group([run for run in runs if run.accuracies]):
-        rounds = sorted({run.lines[-1]["round"] for run in each.runs})
+    for each in group([run for run in runs if run.accuracies or run.diverged]):
+        rounds = sorted({len(run.lines) for run in each.runs})
+        scored = all(run.accuracies for run in each.runs)
+        last, best = (each.last.percent(), each.best.percent()) if scored else ("", "")
         own = [one.percent() for one in each.personal] if each.personal else ["", ""]
         shown = "-".join(str(round) for round in dict.fromkeys((rounds[0], rounds[-1])))
-        found.append((each.label, each.last.percent(), each.best.percent(), *own, str(len(each.runs)), shown))
+        lost = sum(bool(run.diverged) for run in each.runs)
+        shown += f", {lost} diverged" if lost else ""
+        found.append((each.label, last, best, *own, str(len(each.runs)), shown))
     return found
 
 

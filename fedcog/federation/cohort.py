@@ -40,7 +40,8 @@ class Outcome(NamedTuple):
 
     kept: State  # stacked, client by client
     total: State  # the sum of the sound payloads
-    sound: Tensor  # [clients], is all that the client keeps and sends finite?
+    sound: Tensor  # [clients], is all that the client sends finite?
+    keepable: Tensor  # [clients], is all that it keeps finite?
     loss: Tensor  # [clients], mean over the client's steps
     distance: Tensor  # [clients], of the local model from the one it was sent
     hits: Tensor | None  # [clients, classes], the local models' right answers on the test set
@@ -77,6 +78,11 @@ class Cohort:
             except RuntimeError as error:
                 if not any(word in str(error) for word in ("vmap", "functorch", "transform")):
                     raise
+                if "randomness" in str(error):
+                    raise ModelError(
+                        "the algorithm or the network draws random numbers of its own, which nobody could repeat: an "
+                        "algorithm asks for them in `draws` and is handed them."
+                    ) from error
                 reason = str(error).strip().splitlines()[0]
                 raise ModelError(f"clients cannot be trained together here ({reason}): set --mapping loop.") from error
         ones = [members.one(row) for row in range(len(members.number))]
@@ -85,6 +91,7 @@ class Cohort:
             kept=tree.stack([outcome.kept for outcome in done]),
             total=joined([outcome.total for outcome in done if outcome.sound]),
             sound=torch.stack([outcome.sound for outcome in done]),
+            keepable=torch.stack([outcome.keepable for outcome in done]),
             loss=torch.stack([outcome.loss for outcome in done]),
             distance=torch.stack([outcome.distance for outcome in done]),
             hits=torch.stack([outcome.hits for outcome in done if outcome.hits is not None]) if score else None,
@@ -100,7 +107,12 @@ class Cohort:
             if wanted != scope:
                 continue
             if kind == "examples":
-                drawn[name] = self.data.examples(self.data.pick(purpose, round, numbers, *shape))
+                count = steps * shape[0] if scope == "step" else shape[0]
+                some = self.data.examples(self.data.pick(purpose, round, numbers, count))
+                if scope == "step":
+                    parts = len(numbers), steps, shape[0]
+                    some = {key: value.reshape(*parts, *value.shape[2:]) for key, value in some.items()}
+                drawn[name] = some
                 continue
             source = streams.normal if kind == "normal" else streams.uniform
             whole = (steps, *shape) if scope == "step" else shape
@@ -166,6 +178,7 @@ class Cohort:
             grads, value = each(slope)(params, buffers, batch, members)
             after, next_motion = self.optimiser.step(params, grads, motion, lr)
             after = each(settle)(params, after, buffers, batch, members)
+            after = {name: after[name] for name in params}  # momentum goes by their order
             if uneven:
                 busy = step < members.steps
                 after, next_motion = _where(busy, after, params), _keep_motion(busy, next_motion, motion)
@@ -178,10 +191,9 @@ class Cohort:
             here = site(member, buffers, ticks[longest])
             kept, payload = algorithm.client_update(params, here, effort)
             distance = tree.norm(tree.change(shared["params"], params))
-            finite = [value.isfinite().all() for value in tree.flatten({"kept": kept, "sent": payload}).values()]
-            return kept, payload, algorithm.client_model(params, here), distance, torch.stack(finite).all()
+            return kept, payload, algorithm.client_model(params, here), distance, _finite(payload), _finite(kept)
 
-        kept, payload, local, distance, sound = each(finish)(params, buffers, members, effort)
+        kept, payload, local, distance, sound, keepable = each(finish)(params, buffers, members, effort)
         total = summed(payload, sound) if stacked else one_alone(payload)
         clock.lap("training")
         hits = None
@@ -190,7 +202,7 @@ class Cohort:
             hits = evaluate.hits(self.model, self.task, data, local, data.test_x, data.test_y, each)
         clock.lap("evaluation")
         exhibit = tree.pick(extra.exhibit, 0) if stacked else extra.exhibit
-        return Outcome(kept, total, sound, loss / members.steps, distance, hits, exhibit, clock.seconds)
+        return Outcome(kept, total, sound, keepable, loss / members.steps, distance, hits, exhibit, clock.seconds)
 
     def _sites(self, gradient: Gradient, shared: State, lr: float) -> Callable[[Members, Params, Tensor], Site]:
         rate = torch.tensor(lr, dtype=self.data.dtype, device=self.data.device)
@@ -246,6 +258,12 @@ def joined(totals: Sequence[State]) -> State:
     for rest, each in others:
         total = tree.apply(torch.add, total[0], rest), tree.apply(lambda *two: torch.cat(two), total[1], each)
     return total[0] | total[1]
+
+
+def _finite(state: State) -> Tensor:
+    """Are all numbers of a state finite?"""
+    found = [value.isfinite().all() for value in tree.flatten(state).values()]
+    return torch.stack(found).all() if found else torch.ones((), dtype=torch.bool)
 
 
 def _apart(payload: State) -> tuple[State, State]:

@@ -33,6 +33,7 @@ class Report(NamedTuple):
     seconds: dict[str, float]
     exhibit: Params  # what a report should show
     skipped: list[int]  # clients left out because their update was not finite
+    forgot: list[int]  # clients whose update was fine, but not what they would have kept
 
 
 class Backend(Protocol):
@@ -115,6 +116,7 @@ def federate(
         line: dict[str, Any] = {"round": round + 1, "clients": clients, "loss": report.loss}
         line |= {"candidates": candidates} if len(candidates) > len(clients) else {}
         line |= {"skipped": report.skipped} if report.skipped else {}
+        line |= {"forgot": report.forgot} if report.forgot else {}
         line |= {name: float(value) for name, value in server.get("readings", {}).items()}
         seconds, evaluated, hits = dict(report.seconds), time.perf_counter(), None
         if due:

@@ -67,23 +67,26 @@ class Simulation:
         own = self.store.take(clients, algorithm, shared)
         members = Members(number, own, self.weights[number], self.counts[number], self.steps[number])
         outcome = self.cohort.train(algorithm, shared, members, round, lr, score=before is not None)
-        sound = outcome.sound.tolist()
-        lost = [client for client, finite in zip(clients, sound, strict=True) if not finite]
-        if lost and (not self.skip_diverged or len(lost) == len(clients)):
-            raise Diverged(lost, round)
-        self.store.put(clients, outcome.kept, sound)
+        sound, whole = outcome.sound.tolist(), (outcome.sound & outcome.keepable.to(outcome.sound.device)).tolist()
+        lost = [client for row, client in enumerate(clients) if not sound[row]]
+        odd = [client for row, client in enumerate(clients) if not whole[row]]
+        if odd and (not self.skip_diverged or len(lost) == len(clients)):
+            raise Diverged(odd, round)
+        self.store.put(clients, outcome.kept, whole)
         loss, distance = outcome.loss.tolist(), outcome.distance.tolist()
         local: list[dict[str, float | int]] = [
             {"client": client, "loss": loss[row], "distance": distance[row]} for row, client in enumerate(clients)
         ]
         if before is not None and outcome.hits is not None:
             for row, (hits, counts) in enumerate(zip(outcome.hits, members.counts.cpu(), strict=True)):
+                if not whole[row]:
+                    continue
                 local[row]["accuracy"] = accuracy(hits, self.totals)
                 local[row]["own_accuracy"] = own_accuracy(hits, self.totals, counts)
                 local[row]["own_accuracy_before"] = own_accuracy(before, self.totals, counts)
         present = torch.where(outcome.sound, members.weight, 0)
         mean = float(torch.where(outcome.sound, outcome.loss * members.weight, 0).sum() / present.sum())
-        return outcome.total, Report(mean, local, outcome.seconds, outcome.exhibit, lost)
+        return outcome.total, Report(mean, local, outcome.seconds, outcome.exhibit, lost, sorted({*odd} - {*lost}))
 
     def losses(self, weights: Params, clients: Sequence[int], round: int, over: Asked) -> list[float]:
         """The mean loss of a model over all training examples of each client, or over one batch of them."""

@@ -21,7 +21,7 @@ class Store:
         return tree.stack([self._kept.get(client, newcomer) for client in clients])
 
     def put(self, clients: Sequence[int], kept: State, sound: Sequence[bool]) -> None:
-        """Keep the clients' stacked states, but for those that are not sound: they stay as they were."""
+        """Keep the clients' stacked states, but for those that are not sound: theirs stay as they were."""
         for row, client in enumerate(clients):
             if sound[row]:
                 self._kept[client] = tree.apply(torch.clone, tree.pick(kept, row))

@@ -30,8 +30,8 @@ def features(p: Params, x: Tensor) -> Tensor:
 def head(p: Params, z: Tensor) -> Tensor:
     """Logits of features; a model with virtual classes has their outputs after the natural ones."""
     logits = z @ p["2.weight"].T + p["2.bias"]
-    if "virtual.weight" in p:
-        logits = torch.cat([logits, z @ p["virtual.weight"].T + p["virtual.bias"]], 1)
+    if ".virtual.weight" in p:
+        logits = torch.cat([logits, z @ p[".virtual.weight"].T + p[".virtual.bias"]], 1)
     return logits
 
 
@@ -413,8 +413,8 @@ def vhl(
     shift = 0
     if labels == "separate":
         shift = classes
-        x["virtual.weight"] = torch.zeros_like(x["2.weight"])
-        x["virtual.bias"] = torch.zeros_like(x["2.bias"])
+        x[".virtual.weight"] = torch.zeros_like(x["2.weight"])
+        x[".virtual.bias"] = torch.zeros_like(x["2.bias"])
     for r in range(case.rounds):
         sent = {}
         for i in case.chosen(r):

@@ -34,7 +34,7 @@ from tests.algorithms.case import Case
 
 GEN = {"decay": 0.9, "steps": 4, "batch": 5, "lr": 0.01, "hidden": 7, "noise": 3}
 REG = {"gamma": 0.4, "steps": 10, "pseudo_lr": 0.05, "perturbed_lr": 0.005, "count": 9}
-VIRTUAL = {"virtual": 10, "temperature": 0.5, "align_epochs": 1.0}
+VIRTUAL = {"virtual": 10, "temperature": 0.5, "align_epochs": 1}
 
 # What the state of the package is called in the plain calculation: server's by key, clients' by key.
 SERVER = {"control": "control", "memory": "h", "velocity": "velocity", "mean": "m", "generator": "generator"}

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import fedcog
-from fedcog import ALGORITHMS, ConfigError, Experiment
-from fedcog.algorithms import SCAFFOLD, Ditto, FedAvg, FedExP, FedGen, FedRep
+from fedcog import ALGORITHMS, ConfigError, Experiment, ModelError
+from fedcog.algorithms import SCAFFOLD, VHL, Ditto, FedAvg, FedExP, FedGen, FedRep
 from fedcog.experiments.catalogue import catalogue, markdown
 from fedcog.experiments.config import make_algorithm
 from tests.user_models import USER_MODELS
@@ -162,3 +162,23 @@ def test_readings_reach_the_record(tmp_path: Path) -> None:
     fedcog.run(dataclasses.replace(DIGITS, rounds=1, algorithm=FedExP()), tmp_path / "run", report=False)
     line = json.loads((tmp_path / "run/rounds.jsonl").read_text())
     assert isinstance(line["server_step"], float)
+
+
+def test_what_cannot_go_together_says_so_and_names_do_not_clash(tmp_path: Path) -> None:
+    fast = dataclasses.replace(DIGITS, rounds=1, local_steps=1)
+    for algorithm in (Ditto(FedRep()), fedcog.FedCOG(VHL(Ditto(FedRep())))):
+        with pytest.raises(ModelError, match="at home: take one or the other"):
+            fedcog.run(dataclasses.replace(fast, algorithm=algorithm), tmp_path / "a", report=False)
+    flat = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    with pytest.raises(ModelError, match="trains no other"):
+        fedcog.run(dataclasses.replace(fast, algorithm=FedRep()), tmp_path / "b", model=flat, report=False)
+    clash = nn.Sequential()
+    clash.add_module("flat", nn.Flatten())
+    clash.add_module("virtual", nn.Linear(64, 8))
+    clash.add_module("head", nn.Linear(8, 10))
+    fedcog.run(dataclasses.replace(fast, algorithm=VHL()), tmp_path / "c", model=clash, report=False)
+    assert fedcog.load(tmp_path / "c", model=clash)
+    vectors = fedcog.from_arrays(torch.randn(30, 5), torch.arange(30) % 3, torch.randn(6, 5), torch.arange(6) % 3)
+    small = dataclasses.replace(fast, algorithm=VHL(source="style"), clients=2, partition="iid")
+    with pytest.raises(ModelError, match="take noise"):
+        fedcog.run(small, tmp_path / "d", data=vectors, report=False)

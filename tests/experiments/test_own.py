@@ -33,6 +33,10 @@ class Around(Wrapper):
     patience: int = 3
 """
 FAST = {"rounds": 2, "local-steps": 2, "clients": 3, "batch-size": 8, "threads": 1}
+OPEN = (
+    "from dataclasses import dataclass\nfrom typing import Literal\nfrom fedcog import Algorithm\n"
+    "@dataclass(frozen=True)\nclass Mine(Algorithm):\n"
+)
 TINY = ["run", *(f"--{name}={value}" for name, value in FAST.items()), "--no-evaluate-local", "--plain"]
 
 
@@ -51,7 +55,7 @@ def test_a_file_is_run_composed_resumed_and_compared(mine: Path, tmp_path: Path,
     assert fedcog.read(out).experiment.to_dict()["algorithm"] == "Mine+Around+fedcog"
     assert fedcog.read(out).experiment.to_dict()["Mine"] == {"share": 0.25}
     assert main(["run", "--resume", out, "--rounds", "3"]) == 2  # nothing that a record names is run
-    assert "--algorithm FILE.py:Mine" in capsys.readouterr().err
+    assert "--algorithm FILE.py:Mine+FILE.py:Around+fedcog" in capsys.readouterr().err
     assert main(["run", "--resume", out, "--rounds", "3", f"--algorithm={name}"]) == 0
     assert len(fedcog.read(out).lines) == 3
     compared = ["compare", *TINY[1:], "--algorithms", "fedavg", f"{mine}:Mine", "--seeds", "0", "--out"]
@@ -71,6 +75,8 @@ def test_a_file_is_run_composed_resumed_and_compared(mine: Path, tmp_path: Path,
         ("from fedcog import Algorithm\nclass Other(Algorithm): pass", "Mine", "it has Other"),
         ("class Mine: pass", "Mine", "it has none"),
         ("from fedcog import Algorithm\nclass seed(Algorithm): pass", "seed", "that name is taken"),
+        (OPEN + "    mu: float", "Mine", "mu has no default"),
+        (OPEN + "    kind: Literal[1, 2] = 1", "Mine", "kind is neither"),
     ],
 )
 def test_a_file_that_cannot_be_used_says_why(content: str, name: str, reason: str, tmp_path: Path) -> None:
@@ -146,6 +152,26 @@ def test_the_contract_finds_what_is_wrong(careless: Algorithm, broken: str) -> N
         check_algorithm(careless)
 
 
+def test_natural_mistakes_are_told_at_once() -> None:
+    with pytest.raises(TypeError, match=r"penality is no hook.*did you mean penalty"):
+        type("M", (Algorithm,), {"penality": lambda self, params, outputs, batch, site: 0})
+    with pytest.raises(TypeError, match=r"M.server_update takes \(self, server, total\), and is called with"):
+        type("M", (Algorithm,), {"server_update": lambda self, server, total: server})
+    type("M", (Algorithm,), {"server_update": lambda self, *rest: rest[0]})
+
+    class Nothing(Algorithm):
+        pass
+
+    class Wrong(Algorithm):
+        def client_update(self, params: Params, site: Site, effort: Effort) -> tuple[State, State]:
+            return site.own, {"delta": params}
+
+    with pytest.raises(AssertionError, match="nothing but FedAvg"):
+        check_algorithm(Nothing())
+    with pytest.raises(AssertionError, match="Wrong does not run: KeyError: 'weight'"):
+        check_algorithm(Wrong())
+
+
 def test_a_neutral_setting_that_is_not_neutral_is_found() -> None:
     with pytest.raises(AssertionError, match="neutral_is_fedavg"):
         check_algorithm(fedcog.FedProx(mu=0.5), neutral=fedcog.FedProx(mu=0.1))
@@ -154,3 +180,17 @@ def test_a_neutral_setting_that_is_not_neutral_is_found() -> None:
 def test_ours_keep_the_contract() -> None:
     check_algorithm(fedcog.FedProx(mu=0.5), neutral=fedcog.FedProx(mu=0.0))
     check_algorithm(FedCOG(fedcog.FedProx(mu=0.5), count=4, steps=1, start_round=1))
+
+
+def test_names_that_clash_numbers_that_are_whole_and_code_that_changed(tmp_path: Path, capsys: Any) -> None:
+    for place in ("a", "b"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "m.py").write_text(OPEN + "    µ: float = 1\n" + f"    x = '{place}'\n")
+    one, other = (f"{tmp_path / place / 'm.py'}:Mine" for place in ("a", "b"))
+    assert main(["compare", "--algorithms", one, other]) == 2
+    assert "two algorithms of your own are called Mine" in capsys.readouterr().err
+    out = str(tmp_path / "run")
+    assert main([*TINY, "--algorithm", one, "--out", out]) == 0
+    assert main(["run", "--resume", out, "--rounds", "3", "--algorithm", one]) == 0  # 1 is 1.0, and µ is a name
+    assert main(["run", "--resume", out, "--rounds", "4", "--algorithm", other]) == 2
+    assert "by other code of an algorithm of your own" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 import fedcog
 from fedcog import Experiment, FedCOG, FedProx, Run, tree
+from fedcog.experiments import summary
 from fedcog.experiments.compare import compare
 from fedcog.experiments.record import RecordError, RunDirectory
 from fedcog.federation.rounds import Diverged
@@ -284,13 +285,62 @@ def test_your_own_algorithm_is_recorded_read_and_continued(algorithm: fedcog.Alg
     assert again.experiment.to_dict() == experiment.to_dict() and again.last == done.last
     longer = fedcog.run(dataclasses.replace(experiment, rounds=3), tmp_path / "run", resume=True, report=False)
     assert len(longer.lines) == 3
-    fedcog.load(tmp_path / "run")
+    with pytest.raises(RecordError, match="algorithm="):
+        fedcog.load(tmp_path / "run")  # whose server_model is nobody's here
+    fedcog.load(tmp_path / "run", algorithm=algorithm)
     other = dataclasses.replace(TINY, algorithm=Lazy(0.1))
     with pytest.raises(RecordError, match="another experiment"):
         fedcog.run(other, tmp_path / "run", resume=True, report=False)
     from fedcog.cli import main
 
     assert main(["run", "--resume", str(tmp_path / "run")]) == 2
+
+
+STIFF = dataclasses.replace(TINY, algorithm=FedProx(mu=1000.0), lr=0.05, local_steps=6, rounds=9, checkpoint_every=9)
+
+
+@dataclasses.dataclass(frozen=True)
+class Boom(fedcog.Algorithm):
+    """FedAvg whose server leaves the numbers in round 3."""
+
+    def server_init(self, origin: Any) -> Any:
+        return super().server_init(origin) | {"round": torch.zeros(())}
+
+    def server_update(self, server: Any, total: Any, draws: Any) -> Any:
+        round = server["round"] + 1
+        return super().server_update(server, total, draws) | {"round": round / (round < 3)}
+
+
+def test_a_server_that_diverges_leaves_the_clients_as_they_were(tmp_path: Path) -> None:
+    experiment = dataclasses.replace(TINY, algorithm=fedcog.Ditto(Boom()), rounds=5)
+    with pytest.raises(Diverged, match="what the server made of finite updates"):
+        fedcog.run(experiment, tmp_path / "run", report=False)
+    fedcog.run(dataclasses.replace(experiment, rounds=2), tmp_path / "two", report=False)
+    one, other = ((tmp_path / place / "checkpoint.safetensors").read_bytes() for place in ("run", "two"))
+    assert one == other
+
+
+def test_a_personal_model_that_diverges_does_not_cost_the_client_its_place(tmp_path: Path) -> None:
+    stiff = dataclasses.replace(TINY, local_steps=9, lr=0.05, rounds=3, on_divergence="skip")
+    alone = fedcog.run(stiff, tmp_path / "fedavg", report=False)
+    both = dataclasses.replace(stiff, algorithm=fedcog.Ditto(lambda_pull=1e6))
+    done = fedcog.run(both, tmp_path / "ditto", report=False)
+    assert done.accuracies == alone.accuracies
+    assert all(line["forgot"] == [0, 1, 2, 3] and "skipped" not in line for line in done.lines)
+    assert not done.personal  # there is no model to score
+
+
+def test_diverged_runs_are_told_apart_in_tables(tmp_path: Path) -> None:
+    runs = compare([dataclasses.replace(STIFF, rounds=4), dataclasses.replace(TINY, lr=1e6)], [0], tmp_path / "c")
+    assert all(run.diverged for run in runs)
+    rows = summary.rows(runs)
+    assert [row[-1] for row in rows] == [f"{len(runs[0].lines)}, 1 diverged", "0, 1 diverged"]
+    assert rows[1][1] == "" and "diverged" in (tmp_path / "c/report.html").read_text()
+
+
+def test_scaffold_is_refused_where_steps_do_not_tell_gradients() -> None:
+    with pytest.raises(ConfigError, match="set --optimizer sgd"):
+        Experiment(algorithm=fedcog.FedCOG(fedcog.SCAFFOLD()), optimizer="adam")
 
 
 def test_settings_that_could_not_be_recorded_are_refused() -> None:
@@ -324,9 +374,6 @@ def test_short_words_for_long_things(tmp_path: Path) -> None:
     assert repr(blobs()) == "Dataset('custom', 200 + 40 examples of float32 [5], 3 classes)"
     done = fedcog.run(TINY, tmp_path / "run", report=False)
     assert repr(done).endswith(f"fedavg, 2 rounds, last {done.last:.4f}, best {done.best:.4f})")
-
-
-STIFF = dataclasses.replace(TINY, algorithm=FedProx(mu=1000.0), lr=0.05, local_steps=6, rounds=9, checkpoint_every=9)
 
 
 def test_divergence_is_caught_in_its_round_and_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:

@@ -172,3 +172,22 @@ def test_what_vmap_cannot_do_is_not_needed_on_a_cpu() -> None:
             return logits if float(logits.sum().item()) > 1e9 else logits * 1.0
 
     Small(FedAvg(), "loop", module=Stubborn()).run()
+
+
+@dataclasses.dataclass(frozen=True)
+class Particular(Algorithm):
+    """Asks for its own examples at every step, and gives parameters back in another order."""
+
+    def draws(self, round: int, model: Model, batch_size: int) -> dict[str, Draw]:
+        return {"some": Draw((5,), "step", "examples"), "one": Draw((2,), "step", "uniform")}
+
+    def after_step(self, before, after, batch, site):  # type: ignore[no-untyped-def]
+        assert batch["draws"]["some"]["x"].shape == (5, 1, 8, 8) and batch["draws"]["some"]["y"].shape == (5,)
+        assert batch["draws"]["one"].shape == (2,)
+        return dict(reversed(after.items()))
+
+
+@pytest.mark.parametrize("mapping", ["loop", "vmap"])
+def test_draws_of_a_step_and_the_order_of_parameters(mapping: str) -> None:
+    plain = Small(FedAvg(), mapping).run()[-1].server["params"]  # type: ignore[arg-type]
+    assert worst(plain, Small(Particular(), mapping).run()[-1].server["params"]) == 0  # type: ignore[arg-type]

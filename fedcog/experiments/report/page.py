@@ -121,19 +121,19 @@ def _results(groups: Sequence[Group], full: Sequence[str], target: float | None)
     for number, (each, label) in enumerate(zip(groups, full, strict=True)):
         scored = [run for run in each.runs if run.accuracies]
         last, best = (_percent([getattr(run, name) for run in scored]) for name in ("last", "best"))
-        own = [values.percent() for values in each.personal] if each.personal else [NONE, NONE]
+        own = each.personal[0].percent() if each.personal else NONE
         seconds = readings.seconds([line for run in each.runs for line in run.lines])
         whole = short(sum(seconds.values())) if seconds else NONE
         generation = short(seconds["generation"]) if seconds else NONE
         reached = _rounds_to(scored, target) if target else NONE
         seeds = listed(run.experiment.seed for run in each.runs)
         cells = "".join(
-            f'<td class="number">{cell}</td>' for cell in (last, best, *own, reached, seeds, whole, generation)
+            f'<td class="number">{cell}</td>' for cell in (last, best, own, reached, seeds, whole, generation)
         )
         more = "" if each.label == label else f"<br><small>{text(label)}</small>"
         rows.append(f'<tr><th scope="row" class="keyed">{key(*look(number))}{text(each.label)}{more}</th>{cells}</tr>')
     aim = f"Rounds to {100 * target:g}\N{NO-BREAK SPACE}%" if target else "Rounds to target"
-    heads = ["Last accuracy (%)", "Best accuracy (%)", "Personal, last (%)", "Personal, best (%)", aim, "Seeds"]
+    heads = ["Last accuracy (%)", "Best accuracy (%)", "Personal, last (%)", aim, "Seeds"]
     heads += ["Seconds per round", "of which generation"]
     head = "<th>Algorithm</th>" + "".join(f'<th class="number" scope="col">{name}</th>' for name in heads)
     chosen = "as asked for" if given else f"the last accuracy of {text(groups[0].label)}, rounded down"

@@ -120,7 +120,6 @@ def test_results_are_means_and_sample_deviations_over_seeds(text: str) -> None:
         "2",
         "0, 1 and 2",
         "2",
-        "0.5",
     ]
     deviation = 100 * statistics.stdev([0.6, 0.7, 0.35])
     last = f"55.00 ± {deviation:.2f}"

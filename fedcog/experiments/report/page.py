@@ -15,6 +15,7 @@ from fedcog.experiments.report.readings import Federation
 from fedcog.experiments.run import Run, read
 from fedcog.experiments.summary import Group, group, rounds_to, spread
 
+NAMES = 6  # of more, a title only tells how many
 LABEL = 40  # a longer one is written out in the table only, and a number stands for it elsewhere
 
 
@@ -32,7 +33,9 @@ def page(paths: Sequence[Path], *, title: str | None = None, target: float | Non
     full = [each.label for each in groups]
     if max(len(label) for label in full) > LABEL:
         groups = [Group(f"{n}: {readings.name(each.runs[0])}", each.runs) for n, each in enumerate(groups, 1)]
-    title = title or f"{listed(readings.name(run) for run in runs)} on {listed(readings.datasets(runs, federations))}"
+    names = list(dict.fromkeys(readings.name(run) for run in runs))
+    shown = listed(names) if len(names) <= NAMES else f"{len(names)} algorithms"
+    title = title or f"{shown} on {listed(readings.datasets(runs, federations))}"
     parts = [
         ("accuracy", "Accuracy over rounds", _accuracy(groups)),
         ("partition", "Who holds what", sections.partition(runs, federations)),
@@ -60,7 +63,7 @@ def _words(groups: Sequence[Group], runs: Sequence[Run], federations: Sequence[F
     """What was run, in sentences."""
     experiments, names = [run.experiment for run in runs], {readings.name(run): None for run in runs}
     several = f"{len(groups)} settings of " if len(groups) > len(names) else ""
-    compared = f"Compared here: {several}{listed(names)}. " if len(groups) > 1 else ""
+    compared = f"Compared here: {several}{listed(names)}. " if len(groups) > 1 and len(names) <= NAMES else ""
     clients = listed(
         tensors["counts"].shape[0] if "counts" in tensors else experiment.clients
         for experiment, (tensors, _) in zip(experiments, federations, strict=True)
@@ -124,17 +127,14 @@ def _results(groups: Sequence[Group], full: Sequence[str], target: float | None)
         own = each.personal[0].percent() if each.personal else NONE
         seconds = readings.seconds([line for run in each.runs for line in run.lines])
         whole = short(sum(seconds.values())) if seconds else NONE
-        generation = short(seconds["generation"]) if seconds else NONE
         reached = _rounds_to(scored, target) if target else NONE
         seeds = listed(run.experiment.seed for run in each.runs)
-        cells = "".join(
-            f'<td class="number">{cell}</td>' for cell in (last, best, own, reached, seeds, whole, generation)
-        )
+        cells = "".join(f'<td class="number">{cell}</td>' for cell in (last, best, own, reached, seeds, whole))
         more = "" if each.label == label else f"<br><small>{text(label)}</small>"
         rows.append(f'<tr><th scope="row" class="keyed">{key(*look(number))}{text(each.label)}{more}</th>{cells}</tr>')
     aim = f"Rounds to {100 * target:g}\N{NO-BREAK SPACE}%" if target else "Rounds to target"
     heads = ["Last accuracy (%)", "Best accuracy (%)", "Personal, last (%)", aim, "Seeds"]
-    heads += ["Seconds per round", "of which generation"]
+    heads += ["Seconds per round"]
     head = "<th>Algorithm</th>" + "".join(f'<th class="number" scope="col">{name}</th>' for name in heads)
     chosen = "as asked for" if given else f"the last accuracy of {text(groups[0].label)}, rounded down"
     every = sorted({run.experiment.evaluate_every for each in groups for run in each.runs} - {1})

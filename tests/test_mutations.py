@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fedcog.algorithms
-from fedcog.algorithms import SCAFFOLD, Algorithm, FedAvg, FedProx
+from fedcog.algorithms import SCAFFOLD, Algorithm, FedAvg, FedCOG, FedProx
 from fedcog.optimiser import Optimiser
 from fedcog.testing import awake_fedcog_keeps_its_rule, resumes_bit_for_bit
 from tests.algorithms import test_closed_form, test_recalculation
@@ -91,7 +91,7 @@ def test_it_is_caught(name: str) -> None:
 
 def test_the_inner_rule_lost_under_fedcog_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     awake_fedcog_keeps_its_rule(SCAFFOLD())
-    monkeypatch.setattr("fedcog.testing.COG.__class__.local_grad", Algorithm.local_grad)
+    monkeypatch.setattr(FedCOG, "local_grad", Algorithm.local_grad)
     with pytest.raises(AssertionError, match="its rule is lost"):
         awake_fedcog_keeps_its_rule(SCAFFOLD())
 

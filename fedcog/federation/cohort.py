@@ -1,7 +1,7 @@
 """The one local-training loop: a cohort of clients at once (vmap) or one after another (loop), same result."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from fedcog.algorithms import Algorithm, Batch, Effort, Extra, Gradient, Loss, S
 from fedcog.data.federated import FederatedData, Plan
 from fedcog.federation import evaluate
 from fedcog.federation.evaluate import Each
+from fedcog.federation.payloads import finite, joined, one_alone, summed
 from fedcog.models import Model, ModelError
 from fedcog.optimiser import Motion, Optimiser, clip
 from fedcog.task import Task
@@ -191,7 +192,7 @@ class Cohort:
             here = site(member, buffers, ticks[longest])
             kept, payload = algorithm.client_update(params, here, effort)
             distance = tree.norm(tree.change(shared["params"], params))
-            return kept, payload, algorithm.client_model(params, here), distance, _finite(payload), _finite(kept)
+            return kept, payload, algorithm.client_model(params, here), distance, finite(payload), finite(kept)
 
         kept, payload, local, distance, sound, keepable = each(finish)(params, buffers, members, effort)
         total = summed(payload, sound) if stacked else one_alone(payload)
@@ -238,38 +239,6 @@ class Cohort:
         sizes = torch.full_like(numbers, size)
         index = streams.windows(self.data.seed, f"extra/{group}", round, numbers, sizes, steps * self.batch_size)
         return _by_step(index.reshape(len(numbers), steps, self.batch_size), members)
-
-
-def one_alone(payload: State) -> State:
-    """One client's payload as a sum of one: what must reach the server client by client gets a client axis."""
-    rest, each = _apart(payload)
-    return rest | tree.apply(lambda value: value[None], each)
-
-
-def summed(payload: State, sound: Tensor) -> State:
-    """The sum of the sound ones of stacked payloads; what must reach the server client by client stays apart."""
-    rest, each = _apart(payload if sound.all() else tree.pick(payload, sound))
-    return tree.apply(lambda value: value.sum(0), rest) | each
-
-
-def joined(totals: Sequence[State]) -> State:
-    """The sum of sums."""
-    total, *others = [_apart(one) for one in totals] or [({}, {})]
-    for rest, each in others:
-        total = tree.apply(torch.add, total[0], rest), tree.apply(lambda *two: torch.cat(two), total[1], each)
-    return total[0] | total[1]
-
-
-def _finite(state: State) -> Tensor:
-    """Are all numbers of a state finite?"""
-    found = [value.isfinite().all() for value in tree.flatten(state).values()]
-    return torch.stack(found).all() if found else torch.ones((), dtype=torch.bool)
-
-
-def _apart(payload: State) -> tuple[State, State]:
-    """What of a payload is summed, and what is not."""
-    rest = {key: value for key, value in payload.items() if key != "each"}
-    return rest, {key: value for key, value in payload.items() if key == "each"}
 
 
 class _Clock:

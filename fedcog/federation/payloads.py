@@ -1,0 +1,41 @@
+"""What clients send, added up: sums, and beside them what an algorithm declares to need client by client."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fedcog import tree
+from fedcog.tree import State
+
+
+def one_alone(payload: State) -> State:
+    """One client's payload as a sum of one: what must reach the server client by client gets a client axis."""
+    rest, each = _apart(payload)
+    return rest | tree.apply(lambda value: value[None], each)
+
+
+def summed(payload: State, sound: Tensor) -> State:
+    """The sum of the sound ones of stacked payloads; what must reach the server client by client stays apart."""
+    rest, each = _apart(payload if sound.all() else tree.pick(payload, sound))
+    return tree.apply(lambda value: value.sum(0), rest) | each
+
+
+def joined(totals: Sequence[State]) -> State:
+    """The sum of sums."""
+    total, *others = [_apart(one) for one in totals] or [({}, {})]
+    for rest, each in others:
+        total = tree.apply(torch.add, total[0], rest), tree.apply(lambda *two: torch.cat(two), total[1], each)
+    return total[0] | total[1]
+
+
+def finite(state: State) -> Tensor:
+    """Are all numbers of a state finite?"""
+    found = [value.isfinite().all() for value in tree.flatten(state).values()]
+    return torch.stack(found).all() if found else torch.ones((), dtype=torch.bool)
+
+
+def _apart(payload: State) -> tuple[State, State]:
+    """What of a payload is summed, and what is not."""
+    rest = {key: value for key, value in payload.items() if key != "each"}
+    return rest, {key: value for key, value in payload.items() if key == "each"}

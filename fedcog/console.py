@@ -183,8 +183,9 @@ def results(runs: Sequence[Run], style: Style) -> None:
     if not scored:
         say("no round has been evaluated yet", style)
         return
-    title = "test accuracy in %" + (", mean ± standard deviation over seeds" if len(scored) > 1 else "")
     found = summary.rows(scored)
+    several = any(len(each.runs) > 1 for each in summary.group(scored))
+    title = "test accuracy in %" + (", mean ± standard deviation over seeds" if several else "")
     if style == "plain":
         say(title, style)
         for label, last, best, *own, seeds, rounds in found:

@@ -118,7 +118,7 @@ def fault(setting: Setting, value: Any) -> str | None:
     if fits and setting.type in (int, float):
         fits = abs(value) < LARGEST and all(_HOLDS[sign](value, limit) for sign, limit in setting.bounds)
     if not fits and type(value) in (int, float) and LARGEST <= abs(value) < math.inf:
-        return f"is too large ({value:g})"
+        return f"needs {setting.kind}, and not one so large"
     return None if fits else f"needs {setting.kind}, not {value!r}"
 
 

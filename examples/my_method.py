@@ -45,7 +45,7 @@ class Eager(Algorithm):
         return {"last": change}, payload | {"square": site.weight * tree.dot(change, change)}  # kept, and sent: a sum
 
     def server_init(self, origin: Origin) -> State:
-        return super().server_init(origin) | {"readings": {"square": next(iter(origin.params.values())).sum() * 0}}
+        return super().server_init(origin) | {"readings": {"square": origin.population * 0}}
 
     def server_update(self, server: State, total: State, draws: State) -> State:
         mean = total["square"] / total["weight"]

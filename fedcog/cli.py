@@ -5,6 +5,7 @@ import contextlib
 import os
 import shlex
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,7 @@ def _compare(options: argparse.Namespace, rest: list[str]) -> int:
     total, done = sum(experiment.rounds for experiment, _ in planned), sum(_recorded(place) for _, place in planned)
     with console.Progress(total, done, options.style) as progress:
         console.comparison(experiments, seeds, out, options.style)
-        with _onward(_command(options)):
+        with _onward(_command(options)), warnings.catch_warnings(action="ignore"):  # those that diverge are told below
             runs = compare(
                 experiments, seeds, out, watch=progress.advance, stopping=progress.stopping, command=_command(options)
             )

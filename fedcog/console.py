@@ -228,8 +228,7 @@ def algorithms() -> None:
         table.add_row(one.name + kind, one.line, "", *sizes, one.kept, sums, style="bold")
         for setting in one.settings:
             choices = f" [{' | '.join(setting.choices)}]" if setting.choices else ""
-            shown = f"{setting.default:.4g}" if isinstance(setting.default, float) else str(setting.default)
-            table.add_row("", f"--{one.name}.{setting.flag}: {escape(setting.help + choices)}", shown)
+            table.add_row("", f"--{one.name}.{setting.flag}: {escape(setting.help + choices)}", setting.shown)
     _out.print(table)
     _out.print(
         "sends, is sent, keeps: bytes of a client and round, measured on the paper's CNN, relative to FedAvg's one "

@@ -38,6 +38,11 @@ class Setting(NamedTuple):
         return self.name.replace("_", "-")
 
     @property
+    def shown(self) -> str:
+        """Its default, as people read it."""
+        return f"{self.default:.4g}" if isinstance(self.default, float) else str(self.default)
+
+    @property
     def kind(self) -> str:
         """What it wants, in words."""
         if self.choices:

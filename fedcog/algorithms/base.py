@@ -67,7 +67,7 @@ class Origin(NamedTuple):
 
     model: Model
     params: Params  # the network's, and what wrappers have added to them
-    population: int  # the number of clients in all
+    population: Tensor  # the number of clients in all
     draws: State  # of federation scope
 
 

@@ -29,8 +29,7 @@ class FedDyn(Algorithm):
 
     def server_init(self, origin: Origin) -> State:
         """h = 0."""
-        population = next(iter(origin.params.values())).new_tensor(origin.population)
-        return super().server_init(origin) | {"memory": tree.zeros(origin.params), "population": population}
+        return super().server_init(origin) | {"memory": tree.zeros(origin.params), "population": origin.population}
 
     def server_update(self, server: State, total: State, draws: State) -> State:
         """h / alpha - |S|/N * mean change; and the mean model less the new h / alpha."""

@@ -25,7 +25,7 @@ class FedExP(Algorithm):
     def server_init(self, origin: Origin) -> State:
         """A step of 1."""
         server = super().server_init(origin)
-        one = torch.ones_like(next(iter(origin.params.values())).sum())
+        one = torch.ones_like(origin.population)
         return server | {"before": origin.params, "readings": {"server_step": one}}
 
     def client_update(self, params: Params, site: Site, effort: Effort) -> tuple[State, State]:

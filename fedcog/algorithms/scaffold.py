@@ -26,8 +26,7 @@ class SCAFFOLD(Algorithm):
 
     def server_init(self, origin: Origin) -> State:
         """c = 0."""
-        population = next(iter(origin.params.values())).new_tensor(origin.population)
-        return super().server_init(origin) | {"control": tree.zeros(origin.params), "population": population}
+        return super().server_init(origin) | {"control": tree.zeros(origin.params), "population": origin.population}
 
     def broadcast(self, server: State) -> State:
         """The model, and c."""

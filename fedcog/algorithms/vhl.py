@@ -55,7 +55,7 @@ class VHL(Wrapper):
         """Inner's, with a head for the virtual classes beside the natural one."""
         if self.labels == "shared":
             return self.inner.server_init(origin)
-        like, classes = next(iter(origin.params.values())), origin.model.classes
+        like, classes = origin.population, origin.model.classes
         head = {
             ".virtual.weight": like.new_zeros(classes, origin.model.width),
             ".virtual.bias": like.new_zeros(classes),

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from fedcog import settings, tree
-from fedcog.algorithms import ALGORITHMS, Algorithm, Effort, Site, Wrapper
+from fedcog.algorithms import ALGORITHMS, Algorithm, Effort, Wrapper
 from fedcog.data import FederatedData, from_arrays
-from fedcog.federation.cohort import Cohort
+from fedcog.federation.cohort import Cohort, Members, autograd
 from fedcog.federation.selection import PowerOfChoice, Uniform
 from fedcog.federation.simulation import Simulation
 from fedcog.models import Model, build
@@ -45,26 +44,22 @@ class Entry(NamedTuple):
 
 def catalogue(known: Mapping[str, type[Algorithm]] = ALGORITHMS) -> list[Entry]:
     """Every algorithm, around FedAvg where it is a wrapper, with what one client sends, is sent, and keeps."""
-    backend = _federation()
-    model = _bytes(_exchange(backend, Algorithm())[1])
+    model = _bytes(_exchange(Algorithm())[1])
     found = []
     for name, cls in known.items():
-        shared, payload, kept = _exchange(backend, cls())
-        line, _, more = inspect.cleandoc(cls.__doc__ or "").partition("\n\n")
-        if cls is Algorithm:  # its docstring speaks to who writes algorithms
-            line, more = "Clients train from the server's model; it moves by the weighted mean of their changes.", ""
-        keeps = {key: _bytes({key: value}) / model for key, value in kept.items()}
+        shared, payload, kept = _exchange(cls())
+        reference, line, more = _words(cls)
         found.append(
             Entry(
                 name=name,
-                reference=_reference(cls),
-                line=" ".join(line.split()),
-                more=" ".join(more.split()),
+                reference=reference,
+                line=line,
+                more=more,
                 settings=list(settings.settings(cls).values()),
                 wrapper=issubclass(cls, Wrapper),
                 sends=_bytes(payload) / model,
                 receives=_bytes(shared) / model,
-                keeps=keeps,
+                keeps={key: _bytes({key: value}) / model for key, value in kept.items()},
                 sums=cls().uplink == "sum",
             )
         )
@@ -96,7 +91,7 @@ def markdown(entries: list[Entry]) -> str:
         if one.settings:
             table = ["| setting | default | what it is |", "| --- | --- | --- |"]
             table += [
-                f"| `--{one.name}.{s.flag}` | {_default(s)} | {_cell(s.help)} ({_cell(s.kind)}) |" for s in one.settings
+                f"| `--{one.name}.{s.flag}` | {s.shown} | {_cell(s.help)} ({_cell(s.kind)}) |" for s in one.settings
             ]
             parts.append("\n".join(table))
         sections.append("\n\n".join(parts))
@@ -112,50 +107,30 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def _reference(cls: type[Algorithm]) -> str:
-    """Where an algorithm is from: the first line of its module, and of FedAvg's class."""
-    text = (cls.__doc__ or "").partition(" Every")[0] if cls is Algorithm else sys.modules[cls.__module__].__doc__ or ""
-    return text.strip().partition("\n")[0]
+def _words(cls: type[Algorithm]) -> tuple[str, str, str]:
+    """Where an algorithm is from (its module says), what it is, and what else to know (its class says)."""
+    if cls is Algorithm:  # its docstring speaks to who writes algorithms
+        words = "Clients train from the server's model; it moves by the weighted mean of their changes."
+        return "FedAvg (McMahan et al., AISTATS 2017, algorithm 1): what all others differ from.", words, ""
+    line, _, more = inspect.cleandoc(cls.__doc__ or "").partition("\n\n")
+    reference = (sys.modules[cls.__module__].__doc__ or "").strip().partition("\n")[0]
+    return reference, " ".join(line.split()), " ".join(more.split())
 
 
-def _default(setting: Setting) -> str:
-    return f"{setting.default:.4g}" if isinstance(setting.default, float) else str(setting.default)
-
-
-def _federation() -> Simulation:
-    """Two clients with a handful of CIFAR-10-shaped images each, and the paper's network."""
+def _exchange(algorithm: Algorithm) -> tuple[State, State, State]:
+    """What a client is sent, what it sends back and what it keeps, of the paper's network; it need not train."""
     x, y = torch.zeros(CLASSES, *SHAPE, dtype=torch.uint8), torch.arange(CLASSES)
     dataset = from_arrays(x, y, x, y, classes=[str(label) for label in range(CLASSES)])
     data = FederatedData(dataset, [torch.arange(5), torch.arange(5, 10)], seed=0)
     model = Model(build("cnn", SHAPE, CLASSES, seed=0), SHAPE, CLASSES)
     cohort = Cohort(model, SingleLabel(CLASSES), data, Optimiser(), batch_size=2)
-    return Simulation(cohort, local_steps=1, local_epochs=0, weight_cap=0)
-
-
-def _exchange(backend: Simulation, algorithm: Algorithm) -> tuple[State, State, State]:
-    """What a client is sent, what it sends back and what it keeps after a round of no steps."""
+    backend = Simulation(cohort, local_steps=1, local_epochs=0, weight_cap=0)
     shared = algorithm.broadcast(backend.begin(algorithm))
-    one = torch.ones(())
-    site = Site(
-        model=backend.cohort.model,
-        task=backend.cohort.task,
-        shared=shared,
-        own=algorithm.client_init(shared),
-        buffers=shared["buffers"],
-        weight=one,
-        counts=backend.counts[0],
-        step=one.long(),
-        steps=one.long(),
-        lr=one,
-        batch_size=backend.cohort.batch_size,
-        gradient=_no_gradient,
-    )
-    kept, payload = algorithm.client_update(algorithm.client_start(site), site, Effort(one.long(), one, one))
+    one = torch.ones((), dtype=torch.int64)
+    member = Members(one, algorithm.client_init(shared), backend.weights[0], backend.counts[0], one)
+    site = cohort.sites(autograd, shared, lr=0.01)(member, shared["buffers"], one)
+    kept, payload = algorithm.client_update(algorithm.client_start(site), site, Effort(one, site.lr, site.lr))
     return shared, payload, kept
-
-
-def _no_gradient(*_: object, **__: object) -> tuple[dict[str, Tensor], Tensor]:
-    raise NotImplementedError("nothing is trained here")
 
 
 def _bytes(state: State) -> int:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -60,6 +61,7 @@ def compare(
             )
         except Diverged:  # the others are worth having all the same; the run says what happened
             done = read(place)
+            warnings.warn(f"{name_of(experiment.algorithm)}, seed {experiment.seed}: {done.diverged}", stacklevel=2)
         runs.append(done)
     from fedcog.experiments.report import page  # draws: loads matplotlib
 

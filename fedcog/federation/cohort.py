@@ -87,7 +87,7 @@ class Cohort:
                 reason = str(error).strip().splitlines()[0]
                 raise ModelError(f"clients cannot be trained together here ({reason}): set --mapping loop.") from error
         ones = [members.one(row) for row in range(len(members.number))]
-        done = [self._train(_alone, _autograd, algorithm, shared, one, round, lr, score) for one in ones]
+        done = [self._train(_alone, autograd, algorithm, shared, one, round, lr, score) for one in ones]
         return Outcome(
             kept=tree.stack([outcome.kept for outcome in done]),
             total=joined([outcome.total for outcome in done if outcome.sound]),
@@ -137,7 +137,7 @@ class Cohort:
         score: bool,
     ) -> Outcome:
         clock = _Clock(self.data.device)
-        site = self._sites(gradient, shared, lr)
+        site = self.sites(gradient, shared, lr)
         longest, stacked = int(members.steps.max()), members.number.dim() == 1
         ticks = torch.arange(longest + 1, device=self.data.device)
         numbers = members.number.reshape(-1)
@@ -205,7 +205,8 @@ class Cohort:
         exhibit = tree.pick(extra.exhibit, 0) if stacked else extra.exhibit
         return Outcome(kept, total, sound, keepable, loss / members.steps, distance, hits, exhibit, clock.seconds)
 
-    def _sites(self, gradient: Gradient, shared: State, lr: float) -> Callable[[Members, Params, Tensor], Site]:
+    def sites(self, gradient: Gradient, shared: State, lr: float) -> Callable[[Members, Params, Tensor], Site]:
+        """What a member has in hand in a round, as a function of the member, its running statistics and the step."""
         rate = torch.tensor(lr, dtype=self.data.dtype, device=self.data.device)
 
         def site(member: Members, buffers: Params, step: Tensor) -> Site:
@@ -265,7 +266,7 @@ def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _autograd(loss: Loss, params: Params, batch: Batch, track: bool = True) -> tuple[Params, Tensor]:
+def autograd(loss: Loss, params: Params, batch: Batch, track: bool = True) -> tuple[Params, Tensor]:
     """Gradient and loss by plain autograd: the fastest way for one client."""
     leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
     with torch.enable_grad():

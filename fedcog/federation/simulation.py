@@ -47,7 +47,8 @@ class Simulation:
     def begin(self, algorithm: Algorithm) -> State:
         """The server before the first round."""
         model, draws = self.cohort.model, self.cohort.common(algorithm, "federation")
-        return algorithm.server_init(Origin(model, model.params, self.cohort.data.clients, draws))
+        population = self.weights.new_tensor(len(self.weights))
+        return algorithm.server_init(Origin(model, model.params, population, draws))
 
     def draws(self, algorithm: Algorithm, round: int) -> State:
         """The random tensors of the server in a round."""

@@ -36,7 +36,7 @@ def number(value: float) -> Tensor:
 def begin(algorithm: Algorithm, population: int = 1, **params: Tensor) -> State:
     """A server whose model is a few numbers."""
     model: Any = type("Model", (), {"buffers": {}})
-    return algorithm.server_init(Origin(model, params or {"x": number(0.0)}, population, {}))
+    return algorithm.server_init(Origin(model, params or {"x": number(0.0)}, number(population), {}))
 
 
 def change(
@@ -132,9 +132,9 @@ def test_scaffolds_variate_is_the_mean_gradient() -> None:
 
 def test_fedsam_measures_the_whole_model() -> None:
     """f = (a^2 + 4 b^2) / 2 at (3, 1), rho 0.5: the gradient uphill is (3.3, 5.6), where per layer it were (3.5, 6)."""
-    from fedcog.federation.cohort import _autograd
+    from fedcog.federation.cohort import autograd
 
-    site = type("Site", (), {"gradient": staticmethod(_autograd)})()
+    site = type("Site", (), {"gradient": staticmethod(autograd)})()
     loss = lambda p, batch, track=True: (p["a"] ** 2 + 4 * p["b"] ** 2) / 2  # noqa: E731
     grads, _ = FedSAM(rho=0.5).local_grad(loss, {"a": number(3.0), "b": number(1.0)}, {}, site)
     assert [float(grads["a"]), float(grads["b"])] == pytest.approx([3.3, 5.6])

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedcog.algorithms import Algorithm, FedAvg, FedCOG, FedProx, Site
-from fedcog.federation.cohort import _autograd
+from fedcog.federation.cohort import autograd
 from fedcog.models import Model
 from fedcog.optimiser import Optimiser
 from fedcog.task import SingleLabel
@@ -121,7 +121,7 @@ def test_the_gradient_of_fedcog_around_fedprox_term_by_term() -> None:
     counts, mu = torch.tensor([40, 0, 10, 25]), 0.3
     zero = torch.zeros((), dtype=torch.float64)
     site = Site(
-        model, SingleLabel(4), {"params": sent, "buffers": {}}, {}, {}, zero + 1, counts, zero, zero, zero, 6, _autograd
+        model, SingleLabel(4), {"params": sent, "buffers": {}}, {}, {}, zero + 1, counts, zero, zero, zero, 6, autograd
     )
     algorithm = FedCOG(FedProx(mu=mu), start_round=0)
     grads, _ = algorithm.local_grad(

@@ -7,7 +7,7 @@ import torch
 
 from fedcog import tree
 from fedcog.algorithms import Algorithm, Batch, FedAvg, FedCOG, FedProx, Site
-from fedcog.federation.cohort import Members, _autograd
+from fedcog.federation.cohort import Members, autograd
 from fedcog.testing import Small, worst
 from fedcog.tree import Params
 
@@ -27,7 +27,7 @@ def extra(algorithm: FedCOG, rounds: int = 1) -> tuple[Small, Site, Batch]:
         backend.counts[0],
         backend.steps[0],
     )
-    site = backend.cohort._sites(_autograd, shared, 0.1)(member, shared["buffers"], torch.tensor(0))
+    site = backend.cohort.sites(autograd, shared, 0.1)(member, shared["buffers"], torch.tensor(0))
     draws = tree.pick(backend.cohort.draws(algorithm, "client", rounds, torch.tensor([0])), 0)
     with torch.no_grad():
         return small, site, algorithm.extra_data(site, draws).groups["made"]

@@ -331,7 +331,9 @@ def test_a_personal_model_that_diverges_does_not_cost_the_client_its_place(tmp_p
 
 
 def test_diverged_runs_are_told_apart_in_tables(tmp_path: Path) -> None:
-    runs = compare([dataclasses.replace(STIFF, rounds=4), dataclasses.replace(TINY, lr=1e6)], [0], tmp_path / "c")
+    both = [dataclasses.replace(STIFF, rounds=4), dataclasses.replace(TINY, lr=1e6)]
+    with pytest.warns(UserWarning, match="seed 0: training diverged"):
+        runs = compare(both, [0], tmp_path / "c")
     assert all(run.diverged for run in runs)
     rows = summary.rows(runs)
     assert [row[-1] for row in rows] == [f"{len(runs[0].lines)}, 1 diverged", "0, 1 diverged"]

@@ -80,7 +80,7 @@ def main() -> None:
     server = backend.begin(algorithm)
 
     def engine() -> dict[str, Tensor]:
-        total, _ = backend.gather(algorithm, algorithm.broadcast(server), range(options.clients), 0, LR, None)
+        total = backend.gather(algorithm, algorithm.broadcast(server), range(options.clients), 0, LR, None).total
         params: dict[str, Tensor] = algorithm.server_update(server, total, {})["params"]
         return params
 

@@ -1,6 +1,6 @@
 """Inputs that the global model is sure of and the client's previous model is not (FedCOG, section 4.1)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -34,27 +34,32 @@ def generate(
     noise: Tensor,
     recipe: Recipe,
     gradient: Gradient,
-) -> tuple[Tensor, Tensor]:
-    """Inputs made of `noise` that `teacher` gives `labels` to and on which `student` disagrees with it (eq. 1).
-
-    Only the inputs learn. The loss is divided by their whole number, never by the batch, so that the batch decides
-    about memory alone. Beside them, [marks, shown, ...]: the shown inputs as they were after the marked steps.
-    """
+) -> Params:
+    """Inputs {"x"} made of `noise` that `teacher` gives `labels` to and on which `student` disagrees with it (eq. 1)."""
+    made = begin(noise, labels, recipe)
     loss = objective(task, model, teacher, student, recipe.disagreement, len(noise))
-    batch = recipe.batch or len(noise)
-    made, trails = [], []
-    for start in range(0, len(noise), batch):
-        shown = [place - start for place in recipe.shown if start <= place < start + batch]
-        x, trail = descend(loss, noise[start : start + batch], labels[start : start + batch], recipe, gradient, shown)
-        made.append(x)
-        trails.append(trail)
-    return torch.cat(made), torch.cat(trails, dim=1)
+    for step in torch.arange(recipe.steps, device=noise.device):
+        made = improve(loss, made, step, recipe, gradient)
+    return made
+
+
+def begin(noise: Tensor, labels: Tensor, recipe: Recipe) -> Params:
+    """Inputs {"x"} for the labels {"y"} as they begin; in their trail [marks, shown, ...] those that are shown."""
+    marks, shown = (
+        torch.tensor(numbers, dtype=torch.int64, device=noise.device) for numbers in (recipe.marks, recipe.shown)
+    )
+    trail = noise[shown].expand(len(marks), *noise[shown].shape)
+    still = {"mean": torch.zeros_like(noise), "square": torch.zeros_like(noise)}
+    return {"x": noise, "y": labels, "trail": trail, "shown": shown, "marks": marks} | still
 
 
 def objective(
     task: Task, model: Model, teacher: Params, student: Params, disagreement: float, number: int
 ) -> Callable[[Params, Params], Tensor]:
-    """The loss of generated inputs {"x"} for the labels {"y"}: task loss + disagreement * (1 - divergence)."""
+    """The loss of generated inputs {"x"} for the labels {"y"}: task loss + disagreement * (1 - divergence).
+
+    It is divided by their whole `number`, never by the batch, so that the batch decides about memory alone.
+    """
 
     def loss(inputs: Params, batch: Params) -> Tensor:
         sure = model.predict(teacher, inputs["x"])
@@ -66,25 +71,18 @@ def objective(
     return loss
 
 
-def descend(
-    loss: Callable[[Params, Params], Tensor],
-    x: Tensor,
-    labels: Tensor,
-    recipe: Recipe,
-    gradient: Gradient,
-    shown: Sequence[int],
-) -> tuple[Tensor, Tensor]:
-    """The inputs after all steps of Adam (Kingma & Ba, ICLR 2015), and those shown after the marked ones."""
-    (first, second), epsilon = recipe.betas, 1e-8
-    mean, square = torch.zeros_like(x), torch.zeros_like(x)
-    trail = []
-    for step in range(recipe.steps + 1):
-        if step:
-            slope = gradient(loss, {"x": x}, {"y": labels})[0]["x"]
-            mean = first * mean + (1 - first) * slope
-            square = second * square + (1 - second) * slope * slope
-            size = (square / (1 - second**step)).sqrt() + epsilon
-            x = x - recipe.lr / (1 - first**step) * mean / size
-        if step in recipe.marks:
-            trail.append(x[list(shown)])
-    return x, torch.stack(trail) if trail else x[:0][None]
+def improve(
+    loss: Callable[[Params, Params], Tensor], made: Params, step: Tensor, recipe: Recipe, gradient: Gradient
+) -> Params:
+    """The inputs after one more step of Adam (Kingma & Ba, ICLR 2015); `step` counts from 0, and only inputs learn."""
+    (first, second), epsilon, count = recipe.betas, 1e-8, (step + 1).double()
+    size = recipe.batch or len(made["x"])
+    parts = zip(made["x"].split(size), made["y"].split(size), strict=True)
+    slope = torch.cat([gradient(loss, {"x": x}, {"y": y})[0]["x"] for x, y in parts])
+    mean = first * made["mean"] + (1 - first) * slope
+    square = second * made["square"] + (1 - second) * slope * slope
+    length = (square / (1 - second**count).to(square.dtype)).sqrt() + epsilon
+    x = made["x"] - (recipe.lr / (1 - first**count)).to(mean.dtype) * mean / length
+    due = (made["marks"] == step + 1).reshape(-1, *[1] * x.dim())
+    trail = torch.where(due, x[made["shown"]], made["trail"])
+    return made | {"x": x, "mean": mean, "square": square, "trail": trail}

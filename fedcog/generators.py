@@ -94,9 +94,8 @@ def teach(
     """The generator trained by Adam on loss(features, noise, labels), a step a row; how it moves, and the mean loss."""
     learnt = {name: value for name, value in weights.items() if "running" not in name}
     running = weights["1.running_mean"], weights["1.running_var"]
-    first, second = ([motion[part][name] for name in learnt] for part in ("first", "second"))
-    moving, optimiser = Motion(first, second, int(motion["step"])), Optimiser("adam", weight_decay=weight_decay)
-    values = []
+    moving, optimiser = Motion(**motion), Optimiser("adam", weight_decay=weight_decay)
+    rate, values = torch.full_like(motion["step"], lr), []
 
     def objective(learnt: Params, eps: Tensor, y: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         hidden = _first(learnt, eps, y, classes)
@@ -106,17 +105,12 @@ def teach(
 
     for eps, y in zip(noise, labels, strict=True):
         grads, (value, statistics) = grad_and_value(objective, has_aux=True)(learnt, eps, y)
-        learnt, moving = optimiser.step(learnt, grads, moving, lr)
+        learnt, moving = optimiser.step(learnt, grads, moving, rate)
         unbiased = statistics[0], statistics[1] * len(y) / (len(y) - 1)
         running = 0.9 * running[0] + 0.1 * unbiased[0], 0.9 * running[1] + 0.1 * unbiased[1]
         values.append(value)
-    kept = {
-        "first": dict(zip(learnt, moving.first, strict=True)),
-        "second": dict(zip(learnt, moving.second, strict=True)),
-        "step": torch.full_like(motion["step"], moving.step),
-    }
     weights = learnt | {"1.running_mean": running[0], "1.running_var": running[1]}
-    return weights, kept, torch.stack(values).mean()
+    return weights, moving._asdict(), torch.stack(values).mean()
 
 
 def at_rest(weights: Params) -> State:

@@ -1,5 +1,6 @@
 """Networks as pure functions of their parameters, and the paper's own networks."""
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fedcog.layers import Layers
 from fedcog.tree import Params
 
 
@@ -40,10 +42,14 @@ class Model:
         self.buffers: Params = {name: value for name, value in sorted(module.named_buffers()) if name in moving}
         self._train = copy.deepcopy(module).requires_grad_(False).train()
         self._eval = copy.deepcopy(module).requires_grad_(False).eval()
+        self._side_by_side = False
 
     def forward(self, params: Params, buffers: Params, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(logits, features) while training; running statistics in `buffers` are brought up to date in place."""
-        return self._call(self._train, params | buffers, x)
+        """(logits, features) while training; running statistics in `buffers` are brought up to date."""
+        logits, features, renewed = self._call(self._train, params | buffers, x)
+        for name, value in buffers.items():
+            buffers[name] = renewed.get(id(value), value)
+        return logits, features
 
     def predict(self, weights: Params, x: Tensor) -> Tensor:
         """The logits in use; `weights` are parameters and buffers together, and none is written."""
@@ -77,18 +83,24 @@ class Model:
         assert self.head is not None, "algorithms that need a head are refused where the network has none"
         return int(self._eval.get_submodule(self.head).in_features)  # type: ignore[arg-type]
 
-    def _call(self, module: nn.Module, weights: Params, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        seen = list[Tensor]()
+    def _call(self, module: nn.Module, weights: Params, x: Tensor) -> tuple[Tensor, Tensor | None, dict[int, Tensor]]:
+        seen, layers = list[Tensor](), Layers()
         known = {name: weights[name] for name in (*self.params, *self.buffers)}
-        if self.head is None:
+        with contextlib.ExitStack() as around:
+            if self._side_by_side:
+                around.enter_context(layers)
+            if self.head is not None:
+                last = module.get_submodule(self.head)
+                around.callback(last.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0])).remove)
             logits: Tensor = functional_call(module, known, (x,))
-            return logits, None
-        hook = module.get_submodule(self.head).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-        try:
-            logits = functional_call(module, known, (x,))
-        finally:
-            hook.remove()
-        return logits, seen[-1]
+        return logits, seen[-1] if seen else None, layers.renewed
+
+    @property
+    def side_by_side(self) -> "Model":
+        """The same network with layers made for many models at once: for use under vmap."""
+        other = copy.copy(self)
+        other._side_by_side = True
+        return other
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Model":
         """The same network elsewhere, or in another precision."""

@@ -1,23 +1,25 @@
 """The local optimiser as a function: one update of all tensors at once, with or without a client axis."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fedcog import tree
 from fedcog.tree import Params
 
 Kind = Literal["sgd", "adam", "adamw"]
+Moved = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]
 
 
 class Motion(NamedTuple):
     """What an optimiser remembers between steps: decayed means (and squares) of the gradients, and its step count."""
 
-    first: list[Tensor]
-    second: list[Tensor]
-    step: int
+    first: Params
+    second: Params
+    step: Tensor
 
 
 @dataclass(frozen=True)
@@ -30,16 +32,18 @@ class Optimiser:
 
     def start(self, params: Params) -> Motion:
         """The memory of an optimiser that has done nothing."""
-        zeros = [torch.zeros_like(value) for value in params.values()]
-        return Motion(zeros, [] if self.kind == "sgd" else [torch.zeros_like(value) for value in zeros], 0)
+        device = next(iter(params.values())).device
+        second = {} if self.kind == "sgd" else tree.zeros(params)
+        return Motion(tree.zeros(params), second, torch.zeros((), dtype=torch.int64, device=device))
 
-    def step(self, params: Params, grads: Params, motion: Motion, lr: float) -> tuple[Params, Motion]:
-        """The parameters one step further, and what is remembered of it."""
+    def step(self, params: Params, grads: Params, motion: Motion, lr: Tensor) -> tuple[Params, Motion]:
+        """The parameters one step of length `lr` further, and what is remembered of it."""
         now, slopes = list(params.values()), [grads[name] for name in params]
         if self.weight_decay and self.kind != "adamw":
             slopes = list(torch._foreach_add(slopes, now, alpha=self.weight_decay))
-        moved, motion = _MOVES[self.kind](self, now, slopes, motion, lr)
-        return dict(zip(params, moved, strict=True)), motion
+        moved, first, second = _MOVES[self.kind](self, now, slopes, motion, lr)
+        remembered = dict(zip(params, first, strict=True)), dict(zip(motion.second, second, strict=True))
+        return dict(zip(params, moved, strict=True)), Motion(*remembered, motion.step + 1)
 
     def length(self, steps: Tensor, lr: float) -> Tensor:
         """How far a constant gradient of 1 would move a parameter in so many steps, momentum included."""
@@ -48,25 +52,24 @@ class Optimiser:
             return lr * steps
         return lr * (steps - m * (1 - m**steps) / (1 - m)) / (1 - m)
 
-    def _sgd(self, now: list[Tensor], slopes: list[Tensor], motion: Motion, lr: float) -> tuple[list[Tensor], Motion]:
-        first = torch._foreach_add(slopes, motion.first, alpha=self.momentum) if self.momentum else slopes
-        return list(torch._foreach_add(now, first, alpha=-lr)), Motion(list(first), [], motion.step + 1)
+    def _sgd(self, now: list[Tensor], slopes: list[Tensor], motion: Motion, lr: Tensor) -> Moved:
+        before = list(motion.first.values())
+        first = torch._foreach_add(slopes, before, alpha=self.momentum) if self.momentum else slopes
+        return torch._foreach_sub(now, torch._foreach_mul(first, lr)), first, []
 
-    def _adam(self, now: list[Tensor], slopes: list[Tensor], motion: Motion, lr: float) -> tuple[list[Tensor], Motion]:
-        beta1, beta2, epsilon, step = 0.9, 0.999, 1e-8, motion.step + 1
+    def _adam(self, now: list[Tensor], slopes: list[Tensor], motion: Motion, lr: Tensor) -> Moved:
+        beta1, beta2, epsilon, step = 0.9, 0.999, 1e-8, (motion.step + 1).double()
         if self.kind == "adamw" and self.weight_decay:
-            now = list(torch._foreach_mul(now, 1 - lr * self.weight_decay))
-        first = torch._foreach_lerp(motion.first, slopes, 1 - beta1)
-        second = torch._foreach_mul(motion.second, beta2)
-        torch._foreach_addcmul_(second, slopes, slopes, value=1 - beta2)
-        size = torch._foreach_sqrt(second)
-        torch._foreach_div_(size, (1 - beta2**step) ** 0.5)
-        torch._foreach_add_(size, epsilon)
-        moved = torch._foreach_addcdiv(now, first, size, value=-lr / (1 - beta1**step))
-        return list(moved), Motion(list(first), list(second), step)
+            now = torch._foreach_mul(now, 1 - lr * self.weight_decay)
+        first = torch._foreach_lerp(list(motion.first.values()), slopes, 1 - beta1)
+        second = torch._foreach_mul(list(motion.second.values()), beta2)
+        second = torch._foreach_add(second, torch._foreach_mul(slopes, slopes), alpha=1 - beta2)
+        size = torch._foreach_mul(torch._foreach_sqrt(second), (1 - beta2**step).rsqrt().to(lr.dtype))
+        way = torch._foreach_div(first, torch._foreach_add(size, epsilon))
+        return torch._foreach_sub(now, torch._foreach_mul(way, (lr / (1 - beta1**step)).to(lr.dtype))), first, second
 
 
-_MOVES: dict[Kind, Callable[..., tuple[list[Tensor], Motion]]] = {
+_MOVES: dict[Kind, Callable[..., Moved]] = {
     "sgd": Optimiser._sgd,
     "adam": Optimiser._adam,
     "adamw": Optimiser._adam,

@@ -72,8 +72,9 @@ def windows(seed: int, purpose: str, round: int, clients: Tensor, sizes: Tensor,
     `length`. Every example comes once before any comes twice, and a batch is never short."""
     epochs = -(-length // sizes)
     drawn = epochs * sizes
-    start = drawn.cumsum(0) - drawn
-    row = torch.repeat_interleave(torch.arange(len(clients), device=clients.device), drawn)
+    start, total = drawn.cumsum(0) - drawn, int(drawn.sum())
+    sizes, epochs, drawn, start = (value.to(clients.device) for value in (sizes, epochs, drawn, start))
+    row = torch.repeat_interleave(torch.arange(len(clients), device=clients.device), drawn, output_size=total)
     place = torch.arange(len(row), device=clients.device) - start[row]
     epoch, position = place // sizes[row], place % sizes[row]
     chance = philox(key(seed, purpose), (position, epoch, torch.full_like(row, round), clients[row]))[0]

@@ -1,5 +1,6 @@
 """What a label means: how outputs are scored, compared and asked for."""
 
+import math
 from typing import Literal, Protocol
 
 import torch
@@ -64,7 +65,7 @@ class SingleLabel:
         are certain.
         """
         p, q = one.log_softmax(-1), other.log_softmax(-1)
-        middle = torch.logaddexp(p, q) - torch.log(torch.tensor(2.0, dtype=p.dtype, device=p.device))
+        middle = torch.logaddexp(p, q) - math.log(2)
         return (_kl(p, middle) + _kl(q, middle)) / 2
 
     def counts(self, labels: Tensor) -> Tensor:

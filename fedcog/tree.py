@@ -79,6 +79,18 @@ def to(state: State, device: torch.device) -> State:
     return apply(lambda value: value.to(device), state)
 
 
+def read(state: State) -> State:
+    """The state in host memory: one transfer for all of it."""
+    flat = flatten(state)
+    wanted = {name: value for name, value in flat.items() if value.device.type != "cpu"}
+    if wanted:
+        whole = torch.cat([value.detach().flatten().double() for value in wanted.values()]).cpu()
+        parts = whole.split([value.numel() for value in wanted.values()])
+        for (name, value), part in zip(wanted.items(), parts, strict=True):
+            flat[name] = part.reshape(value.shape).to(value.dtype)
+    return unflatten(flat)
+
+
 def flatten(state: State, prefix: str = "") -> Params:
     """A state as one flat dict whose names are paths: {"a": {"b": t}} is {"a::b": t}."""
     flat: Params = {}

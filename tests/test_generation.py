@@ -3,7 +3,7 @@ import torch
 from torch import Tensor, nn
 
 from fedcog import generation
-from fedcog.federation.cohort import _functional, autograd
+from fedcog.federation.course import autograd, functional
 from fedcog.generation import Recipe
 from fedcog.models import Model
 from fedcog.task import SingleLabel
@@ -30,7 +30,7 @@ def noise(number: int) -> Tensor:
     return torch.randn(number, 6, generator=torch.Generator().manual_seed(1)).double()
 
 
-@pytest.mark.parametrize("gradient", [autograd, _functional])
+@pytest.mark.parametrize("gradient", [autograd, functional])
 @pytest.mark.parametrize("disagreement", [0.0, 0.1, 5.0])
 @pytest.mark.parametrize("sharpness", [1.0, 40.0])
 def test_the_gradient_of_the_inputs_agrees_with_finite_differences(
@@ -66,7 +66,7 @@ def test_the_inputs_take_the_steps_of_torchs_adam() -> None:
     model, teacher, student = pair()
     labels = torch.tensor([0, 1, 2, 3, 0])
     recipe = Recipe(steps=20, lr=0.05, betas=(0.5, 0.9), disagreement=0.1, batch=0)
-    made, _ = generation.generate(task, model, teacher, student, labels, noise(5), recipe, autograd)
+    made = generation.generate(task, model, teacher, student, labels, noise(5), recipe, autograd)["x"]
     x = noise(5).requires_grad_()
     adam = torch.optim.Adam([x], lr=0.05, betas=(0.5, 0.9))
     loss = generation.objective(task, model, teacher, student, 0.1, 5)
@@ -83,9 +83,9 @@ def test_the_batch_decides_about_memory_alone(batch: int) -> None:
     model, teacher, student = pair()
     labels = torch.arange(7) % 4
     whole = Recipe(steps=30, lr=0.05, betas=(0.5, 0.9), disagreement=0.1, batch=0)
-    one, _ = generation.generate(task, model, teacher, student, labels, noise(7), whole, autograd)
-    other, _ = generation.generate(
-        task, model, teacher, student, labels, noise(7), whole._replace(batch=batch), autograd
+    one, other = (
+        generation.generate(task, model, teacher, student, labels, noise(7), recipe, autograd)["x"]
+        for recipe in (whole, whole._replace(batch=batch))
     )
     assert float((one - other).abs().max()) < 1e-12
 
@@ -96,9 +96,9 @@ def test_disagreement_makes_the_student_disagree() -> None:
     recipe = Recipe(steps=100, lr=0.05, betas=(0.5, 0.9), disagreement=0.0, batch=0)
     js = {}
     for weight in (0.0, 2.0):
-        made, _ = generation.generate(
+        made = generation.generate(
             task, model, teacher, student, labels, noise(16), recipe._replace(disagreement=weight), autograd
-        )
+        )["x"]
         js[weight] = task.divergence(model.predict(teacher, made), model.predict(student, made)).mean().item()
     assert js[2.0] > js[0.0] + 0.01
 
@@ -117,11 +117,12 @@ def test_what_is_shown_is_what_was_made(batch: int) -> None:
     model, teacher, student = pair()
     recipe = Recipe(steps=4, lr=0.05, betas=(0.5, 0.9), disagreement=0.1, batch=batch, marks=(0, 2, 4), shown=(0, 3, 6))
     labels = torch.arange(7) % 4
-    made, trail = generation.generate(task, model, teacher, student, labels, noise(7), recipe, autograd)
+    made = generation.generate(task, model, teacher, student, labels, noise(7), recipe, autograd)
+    trail = made["trail"]
     assert trail.shape == (3, 3, 6)
     assert torch.equal(trail[0], noise(7)[[0, 3, 6]])
-    assert torch.equal(trail[2], made[[0, 3, 6]])
-    halfway, _ = generation.generate(
+    assert torch.equal(trail[2], made["x"][[0, 3, 6]])
+    halfway = generation.generate(
         task, model, teacher, student, labels, noise(7), recipe._replace(steps=2, marks=()), autograd
     )
-    assert torch.equal(trail[1], halfway[[0, 3, 6]])
+    assert torch.equal(trail[1], halfway["x"][[0, 3, 6]])

@@ -193,7 +193,19 @@ class Algorithm:
         buffers: Params = site.shared["buffers"]
         return buffers
 
-    def extra_data(self, site: Site, draws: State) -> Extra:
+    def draft(self, site: Site, draws: State) -> State:
+        """What extra data is made of, as it begins: the random tensors of client scope, and what is made of them."""
+        return draws
+
+    def redrafts(self, round: int) -> int:
+        """How often a draft is improved in a round."""
+        return 0
+
+    def redraft(self, draft: State, site: Site) -> State:
+        """The draft, improved once; `site.step` counts from 0. It keeps its form: the same tensors of the same shapes."""
+        return draft
+
+    def extra_data(self, site: Site, draft: State) -> Extra:
         """More examples by group; each step is served a batch of every group beside its real one."""
         return Extra({}, {})
 

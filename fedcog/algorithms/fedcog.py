@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from fedcog import generation
@@ -56,35 +55,36 @@ class FedCOG(Wrapper):
         """A client that never took part has the global model for its previous one."""
         return self.inner.client_init(shared) | {"previous": shared["params"] | shared["buffers"]}
 
-    def extra_data(self, site: Site, draws: State) -> Extra:
-        """Generated inputs with their labels and the teacher's outputs; eight of them are shown on their way."""
-        extra = self.inner.extra_data(site, draws)
+    def draft(self, site: Site, draws: State) -> State:
+        """The noise with the labels it is to get, at rest."""
+        draft = self.inner.draft(site, draws)
         if "noise" not in draws:
-            return extra
-        teacher = self.inner.client_start(site) | self.inner.client_buffers(site)
+            return draft
         labels = site.task.targets(site.counts, self.count, self.labels)
-        steps = 0 if self.source == "noise" else self.steps
-        recipe = generation.Recipe(
-            steps=steps,
-            lr=self.lr,
-            betas=(self.beta1, self.beta2),
-            disagreement=self.lambda_dis if self.source == "global+local" else 0.0,
-            batch=self.generation_batch,
-            marks=tuple(sorted({steps * quarter // 4 for quarter in range(5)})),
-            shown=tuple(sorted({(self.count - 1) * eighth // 7 for eighth in range(8)})),
-        )
-        x, trail = generation.generate(
-            site.task,
-            site.model,
-            teacher,
-            teacher | site.own["previous"],
-            labels,
-            draws["noise"],
-            recipe,
-            site.gradient,
-        )
-        made = {"x": x, "y": labels, "logits": site.model.predict(teacher, x)}
-        exhibit = {"images": trail, "labels": labels[list(recipe.shown)], "steps": torch.tensor(recipe.marks)}
+        return draft | {"made": generation.begin(draws["noise"], labels, self._recipe)}
+
+    def redrafts(self, round: int) -> int:
+        """The steps of the optimisation, once awake."""
+        return max(self.inner.redrafts(round), self._recipe.steps if round >= self.start_round else 0)
+
+    def redraft(self, draft: State, site: Site) -> State:
+        """The inputs one step of Adam on (eq. 1)."""
+        draft = self.inner.redraft(draft, site)
+        if "made" not in draft:
+            return draft
+        teacher, recipe = self._teacher(site), self._recipe
+        student = teacher | site.own["previous"]
+        loss = generation.objective(site.task, site.model, teacher, student, recipe.disagreement, self.count)
+        return draft | {"made": generation.improve(loss, draft["made"], site.step, recipe, site.gradient)}
+
+    def extra_data(self, site: Site, draft: State) -> Extra:
+        """Generated inputs with their labels and the teacher's outputs; eight of them are shown on their way."""
+        extra = self.inner.extra_data(site, draft)
+        if "made" not in draft:
+            return extra
+        drafted, labels = draft["made"], draft["made"]["y"]
+        made = {"x": drafted["x"], "y": labels, "logits": site.model.predict(self._teacher(site), drafted["x"])}
+        exhibit = {"images": drafted["trail"], "labels": labels[drafted["shown"]], "steps": drafted["marks"]}
         return Extra(extra.groups | {"made": made}, extra.exhibit | exhibit)
 
     def outputs(self, params: Params, batch: Batch, site: Site) -> State:
@@ -111,6 +111,23 @@ class FedCOG(Wrapper):
         """Inner's; the local model is kept as the next round's previous one, and nothing more is sent."""
         own, payload = self.inner.client_update(params, site, effort)
         return own | {"previous": site.local(params)}, payload
+
+    @property
+    def _recipe(self) -> generation.Recipe:
+        steps = 0 if self.source == "noise" else self.steps
+        return generation.Recipe(
+            steps=steps,
+            lr=self.lr,
+            betas=(self.beta1, self.beta2),
+            disagreement=self.lambda_dis if self.source == "global+local" else 0.0,
+            batch=self.generation_batch,
+            marks=tuple(sorted({steps * quarter // 4 for quarter in range(5)})),
+            shown=tuple(sorted({(self.count - 1) * eighth // 7 for eighth in range(8)})),
+        )
+
+    def _teacher(self, site: Site) -> Params:
+        """The model the client would start from."""
+        return self.inner.client_start(site) | self.inner.client_buffers(site)
 
     def _shares(self, site: Site) -> tuple[Tensor | float, Tensor | float]:
         if self.weighting == "fixed":

@@ -34,11 +34,11 @@ class FedReg(Algorithm):
         """Some of its own examples."""
         return super().draws(round, model, batch_size) | {"own": Draw((self.count,), kind="examples")}
 
-    def extra_data(self, site: Site, draws: State) -> Extra:
+    def extra_data(self, site: Site, draft: State) -> Extra:
         """Pseudo inputs with the global model's logits, perturbed inputs with their labels."""
-        extra = super().extra_data(site, draws)
+        extra = super().extra_data(site, draft)
         sent = site.shared["params"] | site.shared["buffers"]
-        x, y = draws["own"]["x"], draws["own"]["y"]
+        x, y = draft["own"]["x"], draft["own"]["y"]
         far, near = (self._uphill(x, y, lr, sent, site) for lr in (self.pseudo_lr, self.perturbed_lr))
         made = {"far": far, "logits": site.model.predict(sent, far), "near": near, "y": y}
         return Extra(extra.groups | {"pseudo": made}, extra.exhibit)

@@ -77,9 +77,9 @@ class VHL(Wrapper):
             x = generators.noise_images(mean, noise, model.input_shape)
         return self.inner.unpack(shared, draws, model) | {"virtual": {"x": x, "y": labels}}
 
-    def extra_data(self, site: Site, draws: State) -> Extra:
+    def extra_data(self, site: Site, draft: State) -> Extra:
         """Inner's, and the virtual examples."""
-        extra = self.inner.extra_data(site, draws)
+        extra = self.inner.extra_data(site, draft)
         return Extra(extra.groups | {"virtual": site.shared["virtual"]}, extra.exhibit)
 
     def outputs(self, params: Params, batch: Batch, site: Site) -> State:

@@ -56,9 +56,21 @@ class Wrapper(Algorithm):
         """Inner's."""
         return self.inner.client_buffers(site)
 
-    def extra_data(self, site: Site, draws: State) -> Extra:
+    def draft(self, site: Site, draws: State) -> State:
         """Inner's."""
-        return self.inner.extra_data(site, draws)
+        return self.inner.draft(site, draws)
+
+    def redrafts(self, round: int) -> int:
+        """Inner's."""
+        return self.inner.redrafts(round)
+
+    def redraft(self, draft: State, site: Site) -> State:
+        """Inner's."""
+        return self.inner.redraft(draft, site)
+
+    def extra_data(self, site: Site, draft: State) -> Extra:
+        """Inner's."""
+        return self.inner.extra_data(site, draft)
 
     def outputs(self, params: Params, batch: Batch, site: Site) -> State:
         """Inner's."""

@@ -39,9 +39,9 @@ class FederatedData:
         self.test_x, self.test_y = dataset.test_x.to(self.device), dataset.test_y.to(self.device)
         kept, held_out = zip(*(_part(one, validation, seed, k) for k, one in enumerate(indices)), strict=True)
         self.validation = torch.cat(held_out).to(self.device)
-        self.sizes = torch.tensor([len(one) for one in kept], device=self.device)
+        self.sizes = torch.tensor([len(one) for one in kept])  # in host memory: they decide about shapes
         self._owned = torch.cat(kept).to(self.device)
-        self._start = self.sizes.cumsum(0) - self.sizes
+        self._start = (self.sizes.cumsum(0) - self.sizes).to(self.device)
         channels = (-1, *[1] * (self.train_x.dim() - 2))
         self._mean = torch.tensor(dataset.mean, dtype=dtype, device=self.device).reshape(channels)
         self._std = torch.tensor(dataset.std, dtype=dtype, device=self.device).reshape(channels)
@@ -61,9 +61,13 @@ class FederatedData:
         return self._owned[start : start + size]
 
     def pick(self, purpose: str, round: int, clients: Tensor, count: int) -> Tensor:
-        """[clients, count] positions of each client's own examples, each once before any comes twice."""
-        window = streams.windows(self.seed, purpose, round, clients, self.sizes[clients], count)
-        return self._owned[self._start[clients][:, None] + window]
+        """[clients, count] positions of each client's own examples, each once before any comes twice.
+
+        Client numbers lie in host memory, here and everywhere: the sizes of what is drawn go by them.
+        """
+        there = clients.to(self.device)
+        window = streams.windows(self.seed, purpose, round, there, self.sizes[clients], count)
+        return self._owned[self._start[there][:, None] + window]
 
     def plan(self, round: int, clients: Tensor, steps: int, batch: int) -> Plan:
         """The clients' batches of a round: windows over fresh permutations of what each holds."""
@@ -71,7 +75,7 @@ class FederatedData:
         index = self.pick("batches", round, clients, length)
         moves = None
         if self.augment:
-            words = streams.words(self.seed, "augmentation", round, clients, length)
+            words = streams.words(self.seed, "augmentation", round, clients.to(self.device), length)
             shift = streams.integers(words[..., :2], 2 * PADDING + 1)
             flip = streams.integers(words[..., 2:3], 2)
             moves = torch.cat([shift, flip], dim=-1).reshape(len(clients), steps, batch, 3)

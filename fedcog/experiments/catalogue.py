@@ -10,7 +10,8 @@ import torch
 from fedcog import settings, tree
 from fedcog.algorithms import ALGORITHMS, Algorithm, Effort, Wrapper
 from fedcog.data import FederatedData, from_arrays
-from fedcog.federation.cohort import Cohort, Members, autograd
+from fedcog.federation.cohort import Cohort
+from fedcog.federation.course import Members
 from fedcog.federation.selection import PowerOfChoice, Uniform
 from fedcog.federation.simulation import Simulation
 from fedcog.models import Model, build
@@ -128,7 +129,8 @@ def _exchange(algorithm: Algorithm) -> tuple[State, State, State]:
     shared = algorithm.broadcast(backend.begin(algorithm))
     one = torch.ones((), dtype=torch.int64)
     member = Members(one, algorithm.client_init(shared), backend.weights[0], backend.counts[0], one)
-    site = cohort.sites(autograd, shared, lr=0.01)(member, shared["buffers"], one)
+    fixed = {"shared": shared, "lr": torch.tensor(0.01)}
+    site = cohort.course(algorithm).site(member, fixed, shared["buffers"], one)
     kept, payload = algorithm.client_update(algorithm.client_start(site), site, Effort(one, site.lr, site.lr))
     return shared, payload, kept
 

@@ -82,8 +82,10 @@ class Experiment:
     evaluate_local: bool = setting(True, "evaluate the clients' local models too")
     checkpoint_every: int = setting(1, "rounds between checkpoints", ">= 1", identity=False)
     device: str = setting("auto", "where to compute: auto, cpu, cuda, cuda:1, ...", identity=False)
-    mapping: Literal["auto", "loop", "vmap"] = setting(
-        "auto", "clients one after another or together; auto: together on a GPU", identity=False
+    mapping: Literal["auto", "loop", "vmap", "graph"] = setting(
+        "auto",
+        "clients one after another (loop), together (vmap), or together as recorded CUDA graphs; auto: the last on a GPU",
+        identity=False,
     )
     precision: Literal["float32", "float64"] = setting("float32", "of parameters and arithmetic")
     threads: int = setting(0, "CPU threads; 0: as torch chooses", ">= 0", "<= 1024", identity=False)

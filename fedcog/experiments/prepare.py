@@ -23,7 +23,7 @@ from fedcog.models import Model, build
 from fedcog.optimiser import Optimiser
 from fedcog.settings import ConfigError
 from fedcog.task import SingleLabel
-from fedcog.tree import State
+from fedcog.tree import Params, State
 
 
 class Prepared:
@@ -67,7 +67,7 @@ class Prepared:
             Optimiser(experiment.optimizer, experiment.momentum, experiment.weight_decay),
             batch_size=experiment.batch_size,
             grad_clip=experiment.grad_clip,
-            mapping=("vmap" if self.device.type == "cuda" else "loop")
+            mapping=("graph" if self.device.type == "cuda" else "loop")
             if experiment.mapping == "auto"
             else experiment.mapping,
         )
@@ -99,17 +99,20 @@ class Prepared:
             )
         self.server = self.backend.begin(experiment.algorithm)
 
-    def hits(self, server: State) -> Tensor:
-        """Right answers of the server's model per class on the test set."""
-        return self._hits(server, self.data.test_x, self.data.test_y)
+    def hits(self, server: State) -> Params:
+        """Right answers of the server's model per class, on the test set and on what is held out for validation."""
+        data, weights = self.data, self.experiment.algorithm.server_model(server)
+        sets = {"test": (data.test_x, data.test_y)}
+        if len(data.validation):
+            sets["validation"] = data.train_x[data.validation], data.train_y[data.validation]
+        return {name: evaluate.hits(self.model, self.task, data, weights, x, y) for name, (x, y) in sets.items()}
 
-    def scores(self, hits: Tensor, server: State) -> dict[str, float]:
+    def scores(self, hits: Params) -> dict[str, float]:
         """Its accuracy on the test set, and on the held-out validation examples where there are any."""
-        found = {"accuracy": evaluate.accuracy(hits, self.backend.totals)}
-        held_out = self.data.validation
-        if len(held_out):
-            x, y = self.data.train_x[held_out], self.data.train_y[held_out]
-            found["validation_accuracy"] = evaluate.accuracy(self._hits(server, x, y), self.task.counts(y).cpu())
+        found = {"accuracy": evaluate.accuracy(hits["test"], self.backend.totals)}
+        if "validation" in hits:
+            totals = self.task.counts(self.data.train_y[self.data.validation]).cpu()
+            found["validation_accuracy"] = evaluate.accuracy(hits["validation"], totals)
         return found
 
     @functools.cached_property
@@ -143,10 +146,6 @@ class Prepared:
     def shown(self, exhibit: dict[str, Tensor]) -> dict[str, Tensor]:
         """What a report should show, with inputs as pictures again."""
         return {name: self.data.pictures(value) if name == "images" else value for name, value in exhibit.items()}
-
-    def _hits(self, server: State, x: Tensor, y: Tensor) -> Tensor:
-        weights = self.experiment.algorithm.server_model(server)
-        return evaluate.hits(self.model, self.task, self.data, weights, x, y, lambda function: function)
 
     def _fingerprint(self) -> str:
         own = self.dataset

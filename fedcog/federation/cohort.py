@@ -1,39 +1,25 @@
-"""The one local-training loop: a cohort of clients at once (vmap) or one after another (loop), same result."""
+"""A cohort: clients trained together on one device, all at once (vmap) or one after another (loop), same result."""
 
-import time
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.func import grad_and_value, vmap
 
 from fedcog import streams, tree
-from fedcog.algorithms import Algorithm, Batch, Effort, Extra, Gradient, Loss, Scope, Site
-from fedcog.data.federated import FederatedData, Plan
+from fedcog.algorithms import Algorithm, Effort, Scope
+from fedcog.data.federated import FederatedData
 from fedcog.federation import evaluate
-from fedcog.federation.evaluate import Each
-from fedcog.federation.payloads import finite, joined, one_alone, summed
+from fedcog.federation.clock import Clock
+from fedcog.federation.course import Course, Members, alone, autograd, functional, together
+from fedcog.federation.graphs import Graphs, in_turn
+from fedcog.federation.payloads import joined, one_alone, summed
 from fedcog.models import Model, ModelError
-from fedcog.optimiser import Motion, Optimiser, clip
+from fedcog.optimiser import Optimiser
 from fedcog.task import Task
 from fedcog.tree import Params, State
 
-Mapping = Literal["loop", "vmap"]
-
-
-class Members(NamedTuple):
-    """The clients of a cohort: everything that differs between them, with a leading client axis."""
-
-    number: Tensor  # who they are, in all streams
-    own: State
-    weight: Tensor
-    counts: Tensor
-    steps: Tensor
-
-    def one(self, row: int) -> "Members":
-        """One of them alone, with no client axis."""
-        return Members(self.number[row], tree.pick(self.own, row), self.weight[row], self.counts[row], self.steps[row])
+Mapping = Literal["loop", "vmap", "graph"]
 
 
 class Outcome(NamedTuple):
@@ -47,11 +33,15 @@ class Outcome(NamedTuple):
     distance: Tensor  # [clients], of the local model from the one it was sent
     hits: Tensor | None  # [clients, classes], the local models' right answers on the test set
     exhibit: Params  # what a report should show of the first client
-    seconds: dict[str, float]
+    seconds: Callable[[], dict[str, float]]  # by part; to be asked for when the device has finished
 
 
 class Cohort:
-    """The clients that train together on one device, and how they train."""
+    """The clients that train together on one device, and how they train.
+
+    `mapping` is the way: one after another ("loop"), all at once ("vmap"), or all at once with every step recorded as
+    a CUDA graph and played back ("graph"). `horizon` is the largest number of steps any client may be asked for.
+    """
 
     def __init__(
         self,
@@ -64,8 +54,11 @@ class Cohort:
         grad_clip: float = 0.0,
         mapping: Mapping = "loop",
     ) -> None:
-        self.model, self.task, self.data, self.optimiser = model, task, data, optimiser
+        self.model = model if mapping == "loop" else model.side_by_side
+        self.task, self.data, self.optimiser = task, data, optimiser
         self.batch_size, self.grad_clip, self.mapping = batch_size, grad_clip, mapping
+        self.horizon = 0
+        self._repeat = Graphs().repeat if mapping == "graph" else in_turn
 
     @torch.no_grad()
     def train(
@@ -73,36 +66,26 @@ class Cohort:
     ) -> Outcome:
         """One round of all members; with `score`, their local models are also tried on the test set."""
         shared = algorithm.unpack(shared, self.common(algorithm, "federation"), self.model)
-        if self.mapping == "vmap":
-            try:
-                return self._train(vmap, _functional, algorithm, shared, members, round, lr, score)
-            except RuntimeError as error:
-                if not any(word in str(error) for word in ("vmap", "functorch", "transform")):
-                    raise
-                if "randomness" in str(error):
-                    raise ModelError(
-                        "the algorithm or the network draws random numbers of its own, which nobody could repeat: an "
-                        "algorithm asks for them in `draws` and is handed them."
-                    ) from error
-                reason = str(error).strip().splitlines()[0]
-                raise ModelError(f"clients cannot be trained together here ({reason}): set --mapping loop.") from error
-        ones = [members.one(row) for row in range(len(members.number))]
-        done = [self._train(_alone, autograd, algorithm, shared, one, round, lr, score) for one in ones]
-        return Outcome(
-            kept=tree.stack([outcome.kept for outcome in done]),
-            total=joined([outcome.total for outcome in done if outcome.sound]),
-            sound=torch.stack([outcome.sound for outcome in done]),
-            keepable=torch.stack([outcome.keepable for outcome in done]),
-            loss=torch.stack([outcome.loss for outcome in done]),
-            distance=torch.stack([outcome.distance for outcome in done]),
-            hits=torch.stack([outcome.hits for outcome in done if outcome.hits is not None]) if score else None,
-            exhibit=done[0].exhibit,
-            seconds={part: sum(outcome.seconds[part] for outcome in done) for part in done[0].seconds},
-        )
+        if self.mapping == "loop":
+            ones = [members.one(row) for row in range(len(members.number))]
+            return _one_after_another([self._train(algorithm, shared, one, round, lr, score) for one in ones])
+        try:
+            return self._train(algorithm, shared, members, round, lr, score)
+        except RuntimeError as error:
+            if not any(word in str(error) for word in ("vmap", "functorch", "transform")):
+                raise
+            if "randomness" in str(error):
+                raise ModelError(
+                    "the algorithm or the network draws random numbers of its own, which nobody could repeat: an "
+                    "algorithm asks for them in `draws` and is handed them."
+                ) from error
+            reason = str(error).strip().splitlines()[0]
+            raise ModelError(f"clients cannot be trained together here ({reason}): set --mapping loop.") from error
 
     def draws(self, algorithm: Algorithm, scope: Scope, round: int, numbers: Tensor, steps: int = 1) -> State:
         """The random tensors of one scope that the algorithm asks for in a round, one for each of `numbers`."""
         drawn: State = {}
+        there = numbers.to(self.data.device)
         for name, (shape, wanted, kind) in algorithm.draws(round, self.model, self.batch_size).items():
             purpose = f"draw/{name}"
             if wanted != scope:
@@ -117,182 +100,99 @@ class Cohort:
                 continue
             source = streams.normal if kind == "normal" else streams.uniform
             whole = (steps, *shape) if scope == "step" else shape
-            drawn[name] = source(self.data.seed, purpose, round, numbers, whole).to(self.data.dtype)
+            drawn[name] = source(self.data.seed, purpose, round, there, whole).to(self.data.dtype)
         return drawn
 
     def common(self, algorithm: Algorithm, scope: Literal["federation", "server"], round: int = 0) -> State:
         """The random tensors that there is one of: for the whole federation, or for the server in a round."""
-        nobody = torch.zeros(1, dtype=torch.int64, device=self.data.device)
+        nobody = torch.zeros(1, dtype=torch.int64)
         return tree.pick(self.draws(algorithm, scope, round, nobody), 0)
 
+    def course(self, algorithm: Algorithm, uneven: bool = False) -> Course:
+        """A round of these clients, as functions of tensors."""
+        how = (alone, autograd) if self.mapping == "loop" else (together, functional)
+        own = self.model, self.task, self.data, self.optimiser, self.batch_size, self.grad_clip
+        return Course(*own, algorithm, *how, uneven)
+
     def _train(
-        self,
-        each: Each,
-        gradient: Gradient,
-        algorithm: Algorithm,
-        shared: State,
-        members: Members,
-        round: int,
-        lr: float,
-        score: bool,
+        self, algorithm: Algorithm, shared: State, members: Members, round: int, lr: float, score: bool
     ) -> Outcome:
-        clock = _Clock(self.data.device)
-        site = self.sites(gradient, shared, lr)
-        longest, stacked = int(members.steps.max()), members.number.dim() == 1
-        ticks = torch.arange(longest + 1, device=self.data.device)
-        numbers = members.number.reshape(-1)
+        device, dtype = self.data.device, self.data.dtype
+        clock, longest = Clock(device), int(members.steps.max())
+        steps = max(longest, self.horizon) if self.mapping == "graph" else longest  # a recording needs one size for all
+        course = self.course(algorithm, uneven=bool((members.steps != steps).any()))
+        numbers, stacked = members.number.reshape(-1), members.number.dim() == 1
+        members = members._replace(number=members.number.to(device), steps=members.steps.to(device))
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        fixed: State = {
+            "members": members._asdict(),
+            "shared": shared,
+            "lr": torch.tensor(lr, dtype=dtype, device=device),
+        }
+
+        buffers = course.buffers(fixed, zero)
         draws = self.draws(algorithm, "client", round, numbers)
-        draws = draws if stacked else tree.pick(draws, 0)
-        buffers: Params = each(lambda m: algorithm.client_buffers(site(m, shared["buffers"], ticks[0])))(members)
-        buffers = tree.apply(torch.clone, buffers)  # they are written to
-        extra: Extra = each(lambda m, b, d: algorithm.extra_data(site(m, b, ticks[0]), d))(members, buffers, draws)
+        draft = course.draft(fixed, buffers, zero, draws if stacked else tree.pick(draws, 0))
+        if times := algorithm.redrafts(round):
+            given = fixed | {"buffers": buffers}
+            state = self._repeat(
+                course.redraft, ("generation", algorithm), {"draft": draft, "step": zero}, given, times
+            )
+            draft = state["draft"]
+        extra = course.extra(fixed, buffers, zero, draft)
         clock.lap("generation")
 
-        uneven = bool((members.steps != longest).any())
-        plan = self._plan(members, round, longest)
-        served = {group: self._windows(group, part, members, round, longest) for group, part in extra.groups.items()}
-        drawn = tree.apply(
-            lambda value: _by_step(value, members), self.draws(algorithm, "step", round, numbers, longest)
-        )
-        params: Params = each(lambda m, b: algorithm.client_start(site(m, b, ticks[0])))(members, buffers)
-        motion = self.optimiser.start(params)
-        loss = torch.zeros_like(members.weight)
+        plan = self.data.plan(round, numbers, steps, self.batch_size)
+        drawn = self.draws(algorithm, "step", round, numbers, steps)
+        sizes = {group: next(iter(part.values())).shape[int(stacked)] for group, part in extra.groups.items()}
 
-        def slope(params: Params, buffers: Params, batch: Batch, member: Members) -> tuple[Params, Tensor]:
-            here = site(member, buffers, ticks[step])
+        def led(plan: Tensor) -> Tensor:
+            """A plan [client, step, ...] with the step leading, and no client axis for one alone."""
+            return plan.transpose(0, 1) if stacked else plan[0]
 
-            def loss(params: Params, batch: Batch, track: bool = True) -> Tensor:
-                return algorithm.local_loss(params, batch, here if track else here.still)
-
-            grads, value = algorithm.local_grad(loss, params, batch, here)
-            return (clip(grads, self.grad_clip) if self.grad_clip else grads), value
-
-        def settle(before: Params, after: Params, buffers: Params, batch: Batch, member: Members) -> Params:
-            return algorithm.after_step(before, after, batch, site(member, buffers, ticks[step]))
-
-        for step in range(longest):
-            batch: Batch = self.data.examples(plan.picks[step], None if plan.moves is None else plan.moves[step])
-            for group, index in served.items():
-                batch[group] = each(tree.pick)(extra.groups[group], index[step])
-            batch["draws"] = tree.pick(drawn, step)
-            statistics = tree.apply(torch.clone, buffers) if uneven else buffers
-            grads, value = each(slope)(params, buffers, batch, members)
-            after, next_motion = self.optimiser.step(params, grads, motion, lr)
-            after = each(settle)(params, after, buffers, batch, members)
-            after = {name: after[name] for name in params}  # momentum goes by their order
-            if uneven:
-                busy = step < members.steps
-                after, next_motion = _where(busy, after, params), _keep_motion(busy, next_motion, motion)
-                buffers, value = _where(busy, buffers, statistics), torch.where(busy, value, 0)
-            params, motion, loss = after, next_motion, loss + value
-        length = self.optimiser.length(members.steps, lr).to(self.data.dtype)
-        effort = Effort(members.steps, torch.full_like(members.weight, lr), length)
-
-        def finish(params: Params, buffers: Params, member: Members, effort: Effort) -> tuple[Any, ...]:
-            here = site(member, buffers, ticks[longest])
-            kept, payload = algorithm.client_update(params, here, effort)
-            distance = tree.norm(tree.change(shared["params"], params))
-            return kept, payload, algorithm.client_model(params, here), distance, finite(payload), finite(kept)
-
-        kept, payload, local, distance, sound, keepable = each(finish)(params, buffers, members, effort)
-        total = summed(payload, sound) if stacked else one_alone(payload)
+        fixed |= {
+            "picks": led(plan.picks),
+            "moves": {} if plan.moves is None else {"all": led(plan.moves)},
+            "extra": extra.groups,
+            "served": {group: led(self._windows(group, size, numbers, round, steps)) for group, size in sizes.items()},
+            "drawn": tree.apply(led, drawn),
+        }
+        state = course.start(fixed, buffers, zero)
+        state = self._repeat(course.advance, ("training", algorithm, course.uneven), state, fixed, longest)
+        length = self.optimiser.length(members.steps, lr).to(dtype)
+        done = course.finish(state, fixed, Effort(members.steps, torch.full_like(members.weight, lr), length))
+        total = summed(done.payload, done.sound) if stacked else one_alone(done.payload)
         clock.lap("training")
         hits = None
         if score:
-            data = self.data
-            hits = evaluate.hits(self.model, self.task, data, local, data.test_x, data.test_y, each)
+            data, each = self.data, course.each
+            hits = evaluate.hits(self.model, self.task, data, done.local, data.test_x, data.test_y, each)
         clock.lap("evaluation")
         exhibit = tree.pick(extra.exhibit, 0) if stacked else extra.exhibit
-        return Outcome(kept, total, sound, keepable, loss / members.steps, distance, hits, exhibit, clock.seconds)
+        loss = state["loss"] / members.steps
+        return Outcome(
+            *(done.kept, total, done.sound, done.keepable, loss, done.distance, hits, exhibit, clock.seconds)
+        )
 
-    def sites(self, gradient: Gradient, shared: State, lr: float) -> Callable[[Members, Params, Tensor], Site]:
-        """What a member has in hand in a round, as a function of the member, its running statistics and the step."""
-        rate = torch.tensor(lr, dtype=self.data.dtype, device=self.data.device)
-
-        def site(member: Members, buffers: Params, step: Tensor) -> Site:
-            return Site(
-                model=self.model,
-                task=self.task,
-                shared=shared,
-                own=member.own,
-                buffers=buffers,
-                weight=member.weight,
-                counts=member.counts,
-                step=step,
-                steps=member.steps,
-                lr=rate,
-                batch_size=self.batch_size,
-                gradient=gradient,
-            )
-
-        return site
-
-    def _plan(self, members: Members, round: int, steps: int) -> Plan:
-        """The members' batches, step by step: the step axis leads."""
-        plan = self.data.plan(round, members.number.reshape(-1), steps, self.batch_size)
-        moves = None if plan.moves is None else _by_step(plan.moves, members)
-        return Plan(_by_step(plan.picks, members), moves)
-
-    def _windows(self, group: str, part: Batch, members: Members, round: int, steps: int) -> Tensor:
-        """Which of a group's extra examples each step is served; the step axis leads."""
-        numbers, stacked = members.number.reshape(-1), members.number.dim() == 1
-        size = len(next(iter(part.values()))[0] if stacked else next(iter(part.values())))
-        sizes = torch.full_like(numbers, size)
-        index = streams.windows(self.data.seed, f"extra/{group}", round, numbers, sizes, steps * self.batch_size)
-        return _by_step(index.reshape(len(numbers), steps, self.batch_size), members)
+    def _windows(self, group: str, size: int, numbers: Tensor, round: int, steps: int) -> Tensor:
+        """[client, step, place]: which of a group's extra examples each step is served."""
+        sizes, length = torch.full_like(numbers, size), steps * self.batch_size
+        index = streams.windows(self.data.seed, f"extra/{group}", round, numbers.to(self.data.device), sizes, length)
+        return index.reshape(len(numbers), steps, self.batch_size)
 
 
-class _Clock:
-    """Seconds by part, read off after the device has finished."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.seconds = device, dict[str, float]()
-        self.last = time.perf_counter()
-
-    def lap(self, part: str) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        now = time.perf_counter()
-        self.seconds[part], self.last = now - self.last, now
-
-
-def _by_step(plan: Tensor, members: Members) -> Tensor:
-    """A plan [client, step, ...] with the step leading, and no client axis for one alone."""
-    return plan.transpose(0, 1) if members.number.dim() else plan[0]
-
-
-def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The mapping over one client with no client axis: none at all."""
-    return function
-
-
-def autograd(loss: Loss, params: Params, batch: Batch, track: bool = True) -> tuple[Params, Tensor]:
-    """Gradient and loss by plain autograd: the fastest way for one client."""
-    leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
-    with torch.enable_grad():
-        value = loss(leaves, batch) if track else loss(leaves, batch, track=False)
-    grads = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
-    return dict(zip(leaves, grads, strict=True)), value.detach()
-
-
-def _functional(loss: Loss, params: Params, batch: Batch, track: bool = True) -> tuple[Params, Tensor]:
-    """Gradient and loss as a function transform, which vmap can map over clients."""
-    grads, value = grad_and_value(loss if track else lambda p, b: loss(p, b, track=False))(params, batch)
-    return grads, value
-
-
-def _where(busy: Tensor, after: Params, before: Params) -> Params:
-    """`after` for the clients still at work, `before` for those that are done."""
-    return {name: torch.where(_like(busy, value), value, before[name]) for name, value in after.items()}
-
-
-def _keep_motion(busy: Tensor, after: Motion, before: Motion) -> Motion:
-    first, second = (
-        [torch.where(_like(busy, new), new, old) for new, old in zip(news, olds, strict=True)]
-        for news, olds in ((after.first, before.first), (after.second, before.second))
+def _one_after_another(done: list[Outcome]) -> Outcome:
+    """The outcomes of clients that were trained alone, as that of a cohort."""
+    return Outcome(
+        kept=tree.stack([outcome.kept for outcome in done]),
+        total=joined([outcome.total for outcome in done if outcome.sound]),
+        sound=torch.stack([outcome.sound for outcome in done]),
+        keepable=torch.stack([outcome.keepable for outcome in done]),
+        loss=torch.stack([outcome.loss for outcome in done]),
+        distance=torch.stack([outcome.distance for outcome in done]),
+        hits=torch.stack([outcome.hits for outcome in done if outcome.hits is not None])
+        if done[0].hits is not None
+        else None,
+        exhibit=done[0].exhibit,
+        seconds=lambda: {part: sum(one.seconds()[part] for one in done) for part in done[0].seconds()},
     )
-    return Motion(first, second, after.step)
-
-
-def _like(busy: Tensor, value: Tensor) -> Tensor:
-    return busy.reshape(-1, *[1] * (value.dim() - 1))

@@ -17,8 +17,12 @@ def one_alone(payload: State) -> State:
 
 def summed(payload: State, sound: Tensor) -> State:
     """The sum of the sound ones of stacked payloads; what must reach the server client by client stays apart."""
-    rest, each = _apart(payload if sound.all() else tree.pick(payload, sound))
-    return tree.apply(lambda value: value.sum(0), rest) | each
+    rest, each = _apart(payload)
+
+    def add(value: Tensor) -> Tensor:
+        return torch.where(sound.reshape(-1, *[1] * (value.dim() - 1)), value, 0).sum(0)
+
+    return tree.apply(add, rest) | (tree.pick(each, sound) if each else {})
 
 
 def joined(totals: Sequence[State]) -> State:

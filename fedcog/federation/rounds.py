@@ -1,7 +1,7 @@
 """The federated loop: who takes part, what comes of it, and how good it is."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -10,6 +10,8 @@ from torch import Tensor
 
 from fedcog import tree
 from fedcog.algorithms import Algorithm
+from fedcog.federation.clock import Clock
+from fedcog.federation.payloads import finite
 from fedcog.federation.selection import Asked, Selection
 from fedcog.tree import Params, State
 
@@ -36,12 +38,24 @@ class Report(NamedTuple):
     forgot: list[int]  # clients whose update was fine, but not what they would have kept
 
 
+class Gathered(NamedTuple):
+    """What came of a round's clients, still where it was computed."""
+
+    total: State  # the sum of the payloads
+    findings: State  # tensors to be read when the device has finished
+    settle: Callable[[State], Report]  # what is made of them, once read; raises Diverged
+
+    def report(self) -> Report:
+        """What is known of the round, read now."""
+        return self.settle(tree.read(self.findings))
+
+
 class Backend(Protocol):
     """Where clients train: here, on several GPUs, or in a real federation."""
 
     def gather(
         self, algorithm: Algorithm, shared: State, clients: Sequence[int], round: int, lr: float, before: Tensor | None
-    ) -> tuple[State, Report]:
+    ) -> Gathered:
         """The sum of the payloads, and what the record wants to know."""
 
     def draws(self, algorithm: Algorithm, round: int) -> State:
@@ -54,10 +68,10 @@ class Backend(Protocol):
 class Scorer(Protocol):
     """How the server's model is judged."""
 
-    def hits(self, server: State) -> Tensor:
-        """Its right answers of each class on the test set."""
+    def hits(self, server: State) -> Params:
+        """Its right answers of each class, on the test set ("test") and wherever else."""
 
-    def scores(self, hits: Tensor, server: State) -> dict[str, float]:
+    def scores(self, hits: Params) -> dict[str, float]:
         """Its accuracies by name."""
 
 
@@ -94,13 +108,13 @@ def federate(
     algorithm: Algorithm, backend: Backend, scorer: Scorer, schedule: Schedule, server: State, start: int
 ) -> Iterator[Round]:
     """Rounds `start`, `start` + 1, ... of a federation, one by one; each line counts rounds from 1."""
-    hits: Tensor | None = None
+    hits: Params | None = None
     for round in range(start, schedule.rounds):
         began = time.perf_counter()
         due = schedule.evaluates(round)
         before = None
         if due and schedule.evaluate_local:
-            before = scorer.hits(server) if hits is None else hits
+            before = (tree.read(scorer.hits(server)) if hits is None else hits)["test"]
         clients = candidates = schedule.selection.candidates(round)
         if schedule.selection.asks != "nothing":
             weights = algorithm.server_model(server)
@@ -108,23 +122,28 @@ def federate(
             clients = schedule.selection.choose(candidates, losses)
         lr = schedule.lr * schedule.lr_decay**round
         shared = algorithm.broadcast(server)
-        total, report = backend.gather(algorithm, shared, clients, round, lr, before)
+        gathered = backend.gather(algorithm, shared, clients, round, lr, before)
+        clock = Clock(next(iter(tree.flatten(server).values())).device)
         with torch.no_grad():
-            server = algorithm.server_update(server, total, backend.draws(algorithm, round))
-        if not all(value.isfinite().all() for value in tree.flatten(server).values()):
+            server = algorithm.server_update(server, gathered.total, backend.draws(algorithm, round))
+        clock.lap("server")
+        found = {"client": gathered.findings, "finite": finite(server), "readings": server.get("readings", {})}
+        read = tree.read(found | ({"hits": scorer.hits(server)} if due else {}))  # the round's only look at the device
+        clock.lap("evaluation")
+        report = gathered.settle(read["client"])
+        if not read["finite"]:
             raise Diverged([], round)
         line: dict[str, Any] = {"round": round + 1, "clients": clients, "loss": report.loss}
         line |= {"candidates": candidates} if len(candidates) > len(clients) else {}
         line |= {"skipped": report.skipped} if report.skipped else {}
         line |= {"forgot": report.forgot} if report.forgot else {}
-        line |= {name: float(value) for name, value in server.get("readings", {}).items()}
-        seconds, evaluated, hits = dict(report.seconds), time.perf_counter(), None
-        if due:
-            hits = scorer.hits(server)
-            line |= scorer.scores(hits, server)
+        line |= {name: float(value) for name, value in read.get("readings", {}).items()}
+        hits = read.get("hits")
+        if hits is not None:
+            line |= scorer.scores(hits)
             personal = [float(client["own_accuracy"]) for client in report.local if "own_accuracy" in client]
             line |= {"personal_accuracy": sum(personal) / len(personal)} if personal else {}
-        now = time.perf_counter()
-        seconds["evaluation"] += now - evaluated
-        line |= {"local": report.local, "seconds": seconds | {"total": now - began}}
+        seconds = dict(report.seconds)
+        seconds["evaluation"] += clock.seconds()["evaluation"] if due else 0.0
+        line |= {"local": report.local, "seconds": seconds | {"total": time.perf_counter() - began}}
         yield Round(line, server, report.exhibit)

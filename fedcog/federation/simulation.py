@@ -8,9 +8,10 @@ from torch import Tensor
 
 from fedcog.algorithms import Algorithm, Origin
 from fedcog.federation import evaluate
-from fedcog.federation.cohort import Cohort, Members
+from fedcog.federation.cohort import Cohort, Outcome
+from fedcog.federation.course import Members
 from fedcog.federation.evaluate import accuracy, own_accuracy
-from fedcog.federation.rounds import Diverged, Report
+from fedcog.federation.rounds import Diverged, Gathered, Report
 from fedcog.federation.selection import Asked
 from fedcog.federation.store import Store
 from fedcog.tree import Params, State
@@ -36,13 +37,14 @@ class Simulation:
         self.counts = torch.stack([task.counts(data.labels(client)) for client in range(data.clients)])
         self.totals = task.counts(data.test_y).cpu()
         cap = weight_cap or int(data.sizes.max())
-        self.weights = data.sizes.clamp(max=cap).to(data.dtype) / cap
+        self.weights = (data.sizes.clamp(max=cap).to(data.dtype) / cap).to(data.device)
         if weights == "uniform":
             self.weights = torch.ones_like(self.weights)
         if local_epochs:
             self.steps = (data.sizes.double() * local_epochs / cohort.batch_size - 1e-9).ceil().clamp(min=1).long()
         else:
             self.steps = torch.full_like(data.sizes, local_steps)
+        cohort.horizon = int(self.steps.max())
 
     def begin(self, algorithm: Algorithm) -> State:
         """The server before the first round."""
@@ -62,39 +64,61 @@ class Simulation:
         round: int,
         lr: float,
         before: Tensor | None,
-    ) -> tuple[State, Report]:
-        """The sum of the clients' payloads, and a report. `before`: the sent model's hits, where scores are wanted."""
-        number = torch.tensor(clients, device=self.counts.device)
+    ) -> Gathered:
+        """The sum of the clients' payloads, and what was found. `before`: the sent model's hits, if scores are wanted."""
+        number = torch.tensor(clients)
+        rows = number.to(self.counts.device)
         own = self.store.take(clients, algorithm, shared)
-        members = Members(number, own, self.weights[number], self.counts[number], self.steps[number])
+        members = Members(number, own, self.weights[rows], self.counts[rows], self.steps[number])
         outcome = self.cohort.train(algorithm, shared, members, round, lr, score=before is not None)
-        sound, whole = outcome.sound.tolist(), (outcome.sound & outcome.keepable.to(outcome.sound.device)).tolist()
+        findings: State = {
+            "sound": outcome.sound,
+            "whole": outcome.sound & outcome.keepable.to(outcome.sound.device),
+            "loss": outcome.loss,
+            "distance": outcome.distance,
+            "weight": members.weight,
+            "counts": members.counts,
+            "exhibit": outcome.exhibit,
+        }
+        findings |= {} if outcome.hits is None else {"hits": outcome.hits}
+
+        def settle(read: State) -> Report:
+            return self._settle(clients, round, before, read, outcome)
+
+        return Gathered(outcome.total, findings, settle)
+
+    def _settle(
+        self, clients: Sequence[int], round: int, before: Tensor | None, read: State, outcome: Outcome
+    ) -> Report:
+        """What is known of the round, from what was read of its findings; the clients' states are kept if all is well."""
+        sound, whole = read["sound"].tolist(), read["whole"].tolist()
         lost = [client for row, client in enumerate(clients) if not sound[row]]
         odd = [client for row, client in enumerate(clients) if not whole[row]]
         if odd and (not self.skip_diverged or len(lost) == len(clients)):
             raise Diverged(odd, round)
         self.store.put(clients, outcome.kept, whole)
-        loss, distance = outcome.loss.tolist(), outcome.distance.tolist()
+        loss, distance = read["loss"].tolist(), read["distance"].tolist()
         local: list[dict[str, float | int]] = [
             {"client": client, "loss": loss[row], "distance": distance[row]} for row, client in enumerate(clients)
         ]
-        if before is not None and outcome.hits is not None:
-            for row, (hits, counts) in enumerate(zip(outcome.hits, members.counts.cpu(), strict=True)):
+        if before is not None and "hits" in read:
+            for row, (hits, counts) in enumerate(zip(read["hits"], read["counts"], strict=True)):
                 if not whole[row]:
                     continue
                 local[row]["accuracy"] = accuracy(hits, self.totals)
                 local[row]["own_accuracy"] = own_accuracy(hits, self.totals, counts)
                 local[row]["own_accuracy_before"] = own_accuracy(before, self.totals, counts)
-        present = torch.where(outcome.sound, members.weight, 0)
-        mean = float(torch.where(outcome.sound, outcome.loss * members.weight, 0).sum() / present.sum())
-        return outcome.total, Report(mean, local, outcome.seconds, outcome.exhibit, lost, sorted({*odd} - {*lost}))
+        present = torch.where(read["sound"], read["weight"], 0)
+        mean = float(torch.where(read["sound"], read["loss"] * read["weight"], 0).sum() / present.sum())
+        exhibit = read.get("exhibit", {})
+        return Report(mean, local, outcome.seconds(), exhibit, lost, sorted({*odd} - {*lost}))
 
     def losses(self, weights: Params, clients: Sequence[int], round: int, over: Asked) -> list[float]:
         """The mean loss of a model over all training examples of each client, or over one batch of them."""
         data, size = self.cohort.data, self.cohort.batch_size
         found = []
         for client in clients:
-            one = torch.tensor([client], device=data.device)
+            one = torch.tensor([client])
             some = min(size, int(data.sizes[client]))
             index = data.own(client) if over == "all" else data.pick("choice", round, one, some)[0]
             found.append(evaluate.loss(self.cohort.model, self.cohort.task, data, weights, index))

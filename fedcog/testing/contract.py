@@ -15,7 +15,7 @@ from fedcog.experiments.config import layers
 from fedcog.experiments.prepare import surroundings
 from fedcog.experiments.record import Checkpoint, RunDirectory
 from fedcog.federation.payloads import joined
-from fedcog.federation.rounds import Report
+from fedcog.federation.rounds import Gathered, Report
 from fedcog.testing.federation import Small, worst
 from fedcog.tree import Params, State
 
@@ -47,11 +47,15 @@ def cohort_is_cohorts_of_one(algorithm: Algorithm) -> None:
     together, apart = Small(algorithm, "vmap", **PARTIAL), Small(algorithm, "vmap", **PARTIAL)
     gather = apart.backend.gather
 
-    def one_by_one(
-        algorithm: Algorithm, shared: State, clients: Sequence[int], *rest: Any, **named: Any
-    ) -> tuple[State, Report]:
+    def one_by_one(algorithm: Algorithm, shared: State, clients: Sequence[int], *rest: Any, **named: Any) -> Gathered:
         parts = [gather(algorithm, shared, [client], *rest, **named) for client in clients]
-        return joined([total for total, _ in parts]), parts[0][1]
+        findings: State = {str(row): part.findings for row, part in enumerate(parts)}
+
+        def settle(read: State) -> Report:
+            first, *_ = [part.settle(read[str(row)]) for row, part in enumerate(parts)]
+            return first
+
+        return Gathered(joined([part.total for part in parts]), findings, settle)
 
     apart.backend.gather = one_by_one  # type: ignore[method-assign]
     assert worst(together.everything(), apart.everything()) < CLOSE, "a cohort and cohorts of one differ."
@@ -96,9 +100,9 @@ def absent_and_new_clients(algorithm: Algorithm) -> None:
     """Who is absent keeps its state as it was; who never took part starts from what the server sends."""
     small = Small(algorithm, rounds=1)
     shared, store = algorithm.broadcast(small.server), small.backend.store
-    small.backend.gather(algorithm, shared, [0, 1], 0, 0.05, None)
+    small.backend.gather(algorithm, shared, [0, 1], 0, 0.05, None).report()
     kept = {name: value.clone() for name, value in store.flatten().items()}
-    small.backend.gather(algorithm, shared, [1], 1, 0.05, None)
+    small.backend.gather(algorithm, shared, [1], 1, 0.05, None).report()
     after = store.flatten()
     stale = {name for name in kept if name.startswith("0::")}
     assert all(torch.equal(kept[name], after[name]) for name in stale), "an absent client's state changed."
@@ -137,11 +141,12 @@ def nothing_in_place(algorithm: Algorithm) -> None:
     small = Small(algorithm if _has_fedcog(algorithm) else dataclasses.replace(COG, inner=algorithm, start_round=0))
     shared = small.algorithm.broadcast(small.server)
     before = {name: value.clone() for name, value in tree.flatten(shared).items()}
-    small.backend.gather(small.algorithm, shared, [0, 1, 2], 0, 0.05, None)
+    small.backend.gather(small.algorithm, shared, [0, 1, 2], 0, 0.05, None).report()
     kept = {name: value.clone() for name, value in small.backend.store.flatten().items()}
     own = small.backend.store.flatten()
-    total, _ = small.backend.gather(small.algorithm, shared, [0, 1, 2], 1, 0.05, None)
-    small.algorithm.server_update(small.server, total, small.backend.draws(small.algorithm, 1))
+    gathered = small.backend.gather(small.algorithm, shared, [0, 1, 2], 1, 0.05, None)
+    gathered.report()
+    small.algorithm.server_update(small.server, gathered.total, small.backend.draws(small.algorithm, 1))
     touched = [name for name, value in tree.flatten(shared).items() if not torch.equal(before[name], value)]
     touched += [name for name, value in own.items() if not torch.equal(kept[name], value)]
     assert not touched, f"{', '.join(touched)} were written over."

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedcog import tree
 from fedcog.algorithms import Algorithm
@@ -89,14 +89,14 @@ class Small:
         self.schedule = Schedule(rounds, Uniform(len(sizes), count, seed=3), lr, 1.0, 1, True)
         self.server: State = self.backend.begin(algorithm)
 
-    def hits(self, server: State) -> Tensor:
+    def hits(self, server: State) -> Params:
         """Right answers of the server's model per class on the test set."""
         weights, data = self.algorithm.server_model(server), self.data
-        return evaluate.hits(self.model, self.task, data, weights, data.test_x, data.test_y, lambda function: function)
+        return {"test": evaluate.hits(self.model, self.task, data, weights, data.test_x, data.test_y)}
 
-    def scores(self, hits: Tensor, server: State) -> dict[str, float]:
+    def scores(self, hits: Params) -> dict[str, float]:
         """Its accuracy."""
-        return {"accuracy": evaluate.accuracy(hits, self.backend.totals)}
+        return {"accuracy": evaluate.accuracy(hits["test"], self.backend.totals)}
 
     def run(self, start: int = 0) -> list[Round]:
         """All rounds from `start` on."""

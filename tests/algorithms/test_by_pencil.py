@@ -132,7 +132,7 @@ def test_scaffolds_variate_is_the_mean_gradient() -> None:
 
 def test_fedsam_measures_the_whole_model() -> None:
     """f = (a^2 + 4 b^2) / 2 at (3, 1), rho 0.5: the gradient uphill is (3.3, 5.6), where per layer it were (3.5, 6)."""
-    from fedcog.federation.cohort import autograd
+    from fedcog.federation.course import autograd
 
     site = type("Site", (), {"gradient": staticmethod(autograd)})()
     loss = lambda p, batch, track=True: (p["a"] ** 2 + 4 * p["b"] ** 2) / 2  # noqa: E731

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedcog.algorithms import Algorithm, FedAvg, FedCOG, FedProx, Site
-from fedcog.federation.cohort import autograd
+from fedcog.federation.course import autograd
 from fedcog.models import Model
 from fedcog.optimiser import Optimiser
 from fedcog.task import SingleLabel

@@ -7,7 +7,7 @@ import torch
 
 from fedcog import tree
 from fedcog.algorithms import Algorithm, Batch, FedAvg, FedCOG, FedProx, Site
-from fedcog.federation.cohort import Members, autograd
+from fedcog.federation.course import Members
 from fedcog.testing import Small, worst
 from fedcog.tree import Params
 
@@ -27,10 +27,15 @@ def extra(algorithm: FedCOG, rounds: int = 1) -> tuple[Small, Site, Batch]:
         backend.counts[0],
         backend.steps[0],
     )
-    site = backend.cohort.sites(autograd, shared, 0.1)(member, shared["buffers"], torch.tensor(0))
+    course = backend.cohort.course(small.algorithm)
+    fixed = {"shared": shared, "lr": torch.tensor(0.1, dtype=torch.float64)}
+    site = course.site(member, fixed, shared["buffers"], torch.tensor(0))
     draws = tree.pick(backend.cohort.draws(algorithm, "client", rounds, torch.tensor([0])), 0)
     with torch.no_grad():
-        return small, site, algorithm.extra_data(site, draws).groups["made"]
+        draft = algorithm.draft(site, draws)
+        for step in torch.arange(algorithm.redrafts(rounds)):
+            draft = algorithm.redraft(draft, dataclasses.replace(site, step=step))
+        return small, site, algorithm.extra_data(site, draft).groups["made"]
 
 
 def test_the_teachers_outputs_belong_to_the_very_inputs() -> None:
@@ -116,7 +121,7 @@ def test_hard_supervision_is_cross_entropy_with_the_teachers_decision() -> None:
 def test_the_payload_is_fedavgs_byte_for_byte_in_shape_and_name() -> None:
     def payload(algorithm: Algorithm) -> dict[str, tuple[int, ...]]:
         small = Small(algorithm, rounds=1)
-        total, _ = small.backend.gather(algorithm, algorithm.broadcast(small.server), [0, 1, 2], 0, 0.1, None)
+        total = small.backend.gather(algorithm, algorithm.broadcast(small.server), [0, 1, 2], 0, 0.1, None).total
         from fedcog import tree
 
         return {name: tuple(value.shape) for name, value in tree.flatten(total).items()}

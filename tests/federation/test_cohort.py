@@ -47,8 +47,11 @@ def test_a_cohort_of_ten_is_ten_cohorts_of_one(mapping: str) -> None:
 
     whole, parts = federation(), federation()
     shared = COG.broadcast(whole.server)
-    total = whole.backend.gather(COG, shared, range(10), 1, 0.05, None)[0]
-    ones = [parts.backend.gather(COG, shared, [client], 1, 0.05, None)[0] for client in range(10)]
+    together = whole.backend.gather(COG, shared, range(10), 1, 0.05, None)
+    apart = [parts.backend.gather(COG, shared, [client], 1, 0.05, None) for client in range(10)]
+    for one in (together, *apart):
+        one.report()
+    total, ones = together.total, [one.total for one in apart]
     sum_of_ones = ones[0]
     for one in ones[1:]:
         sum_of_ones = tree.apply(torch.add, sum_of_ones, one)

@@ -24,7 +24,7 @@ def test_the_steps_are_torchs(kind: str) -> None:
         for value, name in zip(theirs, "ab", strict=True):
             value.grad = grads[name].clone()
         reference.step()
-        params, motion = ours.step(params, grads, motion, 0.1)
+        params, motion = ours.step(params, grads, motion, torch.tensor(0.1, dtype=torch.float64))
     for value, name in zip(theirs, "ab", strict=True):
         assert float((value.detach() - params[name]).abs().max()) < 1e-12
 
@@ -34,9 +34,9 @@ def test_nothing_given_is_written_to() -> None:
     for kind in TORCH:
         optimiser = Optimiser(kind, 0.9, 0.01)  # type: ignore[arg-type]
         motion = optimiser.start(params)
-        optimiser.step(params, {"a": torch.ones(3)}, motion, 0.1)
+        optimiser.step(params, {"a": torch.ones(3)}, motion, torch.tensor(0.1))
         assert torch.equal(params["a"], torch.ones(3))
-        assert all(float(value.abs().max()) == 0 for value in motion.first + motion.second)
+        assert all(float(value.abs().max()) == 0 for value in (*motion.first.values(), *motion.second.values()))
 
 
 @given(steps=st.integers(1, 500), momentum=st.sampled_from([0.0, 0.5, 0.9, 0.99]))

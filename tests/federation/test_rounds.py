@@ -56,7 +56,7 @@ def test_the_line_of_a_round() -> None:
     assert second["seconds"].keys() == {"generation", "training", "evaluation", "total"}
     counts, before = small.backend.counts[1], None
     fresh = Small(FedAvg(), rounds=1)
-    before = fresh.hits(fresh.run()[-1].server)
+    before = fresh.hits(fresh.run()[-1].server)["test"]
     assert local["own_accuracy_before"] == evaluate.own_accuracy(before, small.backend.totals, counts)
     weights = small.backend.weights
     mean = sum(float(weights[one["client"]]) * one["loss"] for one in second["local"]) / float(weights.sum())
@@ -70,7 +70,7 @@ def test_the_accuracy_is_that_of_a_plain_loop() -> None:
     for x, y in zip(small.dataset.test_x, small.dataset.test_y, strict=True):
         inputs = (x.double() / 255 - small.data._mean) / small.data._std
         right += int(small.model.predict(server["params"], inputs[None]).argmax()) == int(y)
-    assert small.hits(server).sum() == right
+    assert small.hits(server)["test"].sum() == right
 
 
 def test_weights_are_capped() -> None:

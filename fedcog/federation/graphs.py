@@ -1,0 +1,144 @@
+"""Steps over tensors, repeated: one by one, or recorded once as a CUDA graph and played back.
+
+A step is a pure function of what it moves (`state`) and what stays (`fixed`). To record it, both are laid out in memory
+of their own; the step is traced down to plain operators, fused by torch's compiler, and captured together with the
+writing of its results over its state. From then on a round is: copy in, play so many times, copy out.
+"""
+
+import logging
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+from torch.func import functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fedcog import tree
+from fedcog.tree import State
+
+Step = Callable[[State, State], State]
+BURST = 16  # steps played by one launch, where so many are left
+KEPT = 8  # recordings kept ready
+OPTIONS: dict[str, str | int | bool] = {"triton.cudagraphs": False, "shape_padding": False}
+
+
+def in_turn(step: Step, key: Hashable, state: State, fixed: State, times: int) -> State:
+    """The state after so many steps, taken one by one."""
+    for _ in range(times):
+        state = step(state, fixed)
+    return state
+
+
+class Layout:
+    """State and fixed tensors of a step in memory of their own, and the step as a function that writes over the state."""
+
+    def __init__(self, step: Step, state: State, fixed: State) -> None:
+        self.state, self.fixed = (tree.apply(_own, part) for part in (state, fixed))
+        self._step = step
+        self._moving, self._still = tree.flatten(self.state), tree.flatten(self.fixed)
+        self.tensors = [*self._moving.values(), *self._still.values()]
+
+    def fill(self, state: State, fixed: State) -> None:
+        """Put a round's numbers in place."""
+        for places, given in ((self._moving, tree.flatten(state)), (self._still, tree.flatten(fixed))):
+            if places:
+                torch._foreach_copy_(list(places.values()), [given[name] for name in places])
+
+    def write(self, *tensors: Tensor) -> tuple[()]:
+        """One step on `tensors`, its results written over those of the state."""
+        given = iter(tensors)
+        state, fixed = (tree.apply(lambda _: next(given), part) for part in (self.state, self.fixed))
+        after, places = tree.flatten(self._step(state, fixed)), tree.flatten(state)
+        for name, place in places.items():
+            place.copy_(after[name])
+        return ()
+
+    def traced(self) -> torch.fx.GraphModule:
+        """The same as a graph of plain operators: mapping and differentiation are done with."""
+        return make_fx(functionalize(self.write, remove="mutations_and_views"))(*self.tensors)
+
+
+class Recording:
+    """A step captured as CUDA graphs, of many steps and of one, ready to be played."""
+
+    def __init__(self, layout: Layout, run: Callable[..., object]) -> None:
+        self._layout, self._pool = layout, torch.cuda.graph_pool_handle()
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(2):  # whatever is done at the first call only is done now
+                run(*layout.tensors)
+        torch.cuda.current_stream().wait_stream(aside)
+        self._graphs = {size: self._capture(run, size) for size in (BURST, 1)}
+
+    def _capture(self, run: Callable[..., object], size: int) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            for _ in range(size):
+                run(*self._layout.tensors)
+        return graph
+
+    def play(self, state: State, fixed: State, times: int) -> State:
+        """The state after so many steps."""
+        self._layout.fill(state, fixed)
+        for size, graph in self._graphs.items():
+            for _ in range(times // size):
+                graph.replay()
+            times %= size
+        return tree.apply(torch.clone, self._layout.state)
+
+
+class Graphs:
+    """The recordings of a cohort, by what is done and by the shapes it is done on."""
+
+    def __init__(self, fuse: bool = True) -> None:
+        self.fuse = fuse
+        self._kept: OrderedDict[Hashable, Recording | None] = OrderedDict()
+
+    def repeat(self, step: Step, key: Hashable, state: State, fixed: State, times: int) -> State:
+        """The state after so many steps; what cannot be recorded is taken step by step, and says why."""
+        key = key, _form(state), _form(fixed)
+        if key not in self._kept:
+            self._kept[key] = self._record(step, state, fixed)
+        self._kept.move_to_end(key)
+        while len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
+        recording = self._kept[key]
+        return in_turn(step, key, state, fixed, times) if recording is None else recording.play(state, fixed, times)
+
+    def _record(self, step: Step, state: State, fixed: State) -> Recording | None:
+        layout, reason = Layout(step, state, fixed), ""
+        if self.fuse:
+            try:
+                return Recording(layout, _fused(layout))
+            except Exception as error:  # of a compiler, or of a network or an algorithm of somebody's own
+                reason = f"not fused ({_first_line(error)})"
+        try:
+            recording = Recording(layout, layout.write)
+        except Exception as error:
+            warnings.warn(f"the GPU works step by step, not as a recorded graph: {_first_line(error)}", stacklevel=2)
+            return None
+        if reason:
+            warnings.warn(f"the GPU works as a recorded graph, but {reason}.", stacklevel=2)
+        return recording
+
+
+def _fused(layout: Layout) -> Callable[..., object]:
+    logging.getLogger("torch._inductor").setLevel(logging.ERROR)
+    compiled: Callable[..., object] = torch.compile(layout.traced(), fullgraph=True, dynamic=False, options=OPTIONS)
+    return compiled
+
+
+def _own(value: Tensor) -> Tensor:
+    return value.clone(memory_format=torch.contiguous_format)
+
+
+def _form(state: State) -> tuple[tuple[str, torch.Size, torch.dtype], ...]:
+    return tuple(sorted((name, value.shape, value.dtype) for name, value in tree.flatten(state).items()))
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"

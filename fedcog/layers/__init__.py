@@ -1,0 +1,84 @@
+"""Layers of many models at once. Within `Layers`, a network mapped over models by vmap convolves and normalises in ways
+that take the models side by side; it is not rewritten for it, and of one model it computes the same."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fedcog.layers.convolution import convolution
+
+Ints = Sequence[int]
+
+
+class Layers(TorchFunctionMode):
+    """Within it, 2-d convolutions of one group and batch normalisation are ours, however a network calls them.
+
+    Running statistics are not written over: what becomes of each is found in `renewed`, by the id of the old tensor.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.renewed: dict[int, Tensor] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Any call of torch."""
+        if func is torch.conv2d:
+            return _conv2d(*args, **(kwargs or {}))
+        if func is F.batch_norm:
+            return _batch_norm(self.renewed, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _conv2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Ints = 1,
+    padding: int | Ints | str = 0,
+    dilation: int | Ints = 1,
+    groups: int = 1,
+) -> Tensor:
+    padding = 0 if padding == "valid" else padding
+    if groups != 1 or isinstance(padding, str) or input.dim() != 4:
+        return torch.conv2d(input, weight, bias, stride, padding, dilation, groups)  # type: ignore[arg-type]
+    y = convolution(input, weight, _pair(stride), _pair(padding), _pair(dilation))
+    return y if bias is None else y + bias[:, None, None]
+
+
+def _pair(value: int | Ints) -> list[int]:
+    both = [value] if isinstance(value, int) else [int(one) for one in value]
+    return both * 2 if len(both) == 1 else both
+
+
+def _batch_norm(
+    renewed: dict[int, Tensor],
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Batch normalisation in plain operators: torch's own loses its running statistics when it is traced under vmap."""
+    if not training:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    over = [dim for dim in range(input.dim()) if dim != 1]
+    count = input.numel() // input.shape[1]
+    mean, middle = input.mean(over), input.mean(over, keepdim=True)
+    variance = (input - middle).square().mean(over)
+    if running_mean is not None and running_var is not None:
+        unbiased = variance.detach() * (count / (count - 1))
+        renewed[id(running_mean)] = running_mean + momentum * (mean.detach() - running_mean)
+        renewed[id(running_var)] = running_var + momentum * (unbiased - running_var)
+    shape = [1, -1, *[1] * (input.dim() - 2)]
+    normal = (input - middle) * (variance + eps).rsqrt().reshape(shape)
+    normal = normal if weight is None else normal * weight.reshape(shape)
+    return normal if bias is None else normal + bias.reshape(shape)

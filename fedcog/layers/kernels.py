@@ -1,0 +1,208 @@
+"""Triton kernels for the convolutions of many models side by side; imported only where Triton is.
+
+Each is an implicit matrix product: positions by (channel, row, column) by channels, gathered on the way, for every
+model at once. Tensors have a leading model axis; x [G, B, C, H, W], w [G, O, C, R, S], y [G, B, O, P, Q]. Products are
+made in float32 on tensor cores from three terms (`tf32x3`: as exact as float32), from one with TF32, or natively.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fedcog.layers.shapes import Blocks, Shape
+
+
+@triton.jit
+def _convolve(
+    x, w, y, x_model, w_model, y_model, batch,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, O: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
+    P: tl.constexpr, Q: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    DH: tl.constexpr, DW: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    model = tl.program_id(1).to(tl.int64)
+    x += model * x_model
+    w += model * w_model
+    y += model * y_model
+    K: tl.constexpr = C * R * S
+    place = tl.program_id(0) * BM + tl.arange(0, BM)
+    inside = place < batch * P * Q
+    example, row, column = place // (P * Q), (place // Q) % P, place % Q
+    top, left = row * SH - PH, column * SW - PW
+    base = example * (C * H * W) + top * W + left
+    output = tl.program_id(2) * BN + tl.arange(0, BN)
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    for start in range(0, K, BK):
+        k = start + tl.arange(0, BK)
+        c, r, s = k // (R * S), (k // S) % R, k % S
+        there = inside[:, None] & (k < K)[None, :]
+        if PH > 0 or PW > 0:
+            down, across = top[:, None] + (r * DH)[None, :], left[:, None] + (s * DW)[None, :]
+            there &= (down >= 0) & (down < H) & (across >= 0) & (across < W)
+        shift = c * (H * W) + r * (DH * W) + s * DW
+        left_part = tl.load(x + base[:, None] + shift[None, :], mask=there, other=0.0)
+        right_part = tl.load(
+            w + output[None, :] * K + k[:, None], mask=(k < K)[:, None] & (output < O)[None, :], other=0.0
+        )
+        total = tl.dot(left_part, right_part, total, input_precision=PRECISION)
+    where = example * (O * P * Q) + row * Q + column
+    tl.store(
+        y + where[:, None] + output[None, :] * (P * Q),
+        total.to(y.dtype.element_ty),
+        mask=inside[:, None] & (output < O)[None, :],
+    )
+
+
+@triton.jit
+def _convolve_input(
+    g, w, x, g_model, w_model, x_model, batch,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, O: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
+    P: tl.constexpr, Q: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    DH: tl.constexpr, DW: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    model = tl.program_id(1).to(tl.int64)
+    g += model * g_model
+    w += model * w_model
+    x += model * x_model
+    K: tl.constexpr = O * R * S
+    place = tl.program_id(0) * BM + tl.arange(0, BM)
+    inside = place < batch * H * W
+    example, row, column = place // (H * W), (place // W) % H, place % W
+    low, right = row + PH, column + PW
+    base = example * (O * P * Q)
+    channel = tl.program_id(2) * BN + tl.arange(0, BN)
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    for start in range(0, K, BK):
+        k = start + tl.arange(0, BK)
+        o, r, s = k // (R * S), (k // S) % R, k % S
+        down, across = low[:, None] - (r * DH)[None, :], right[:, None] - (s * DW)[None, :]
+        there = inside[:, None] & (k < K)[None, :] & (down >= 0) & (across >= 0)
+        if SH > 1 or SW > 1:
+            there &= (down % SH == 0) & (across % SW == 0)
+            down, across = down // SH, across // SW
+        there &= (down < P) & (across < Q)
+        left_part = tl.load(g + base[:, None] + (o * (P * Q))[None, :] + down * Q + across, mask=there, other=0.0)
+        right_part = tl.load(
+            w + (o * (C * R * S) + r * S + s)[:, None] + channel[None, :] * (R * S),
+            mask=(k < K)[:, None] & (channel < C)[None, :],
+            other=0.0,
+        )
+        total = tl.dot(left_part, right_part, total, input_precision=PRECISION)
+    where = example * (C * H * W) + row * W + column
+    tl.store(
+        x + where[:, None] + channel[None, :] * (H * W),
+        total.to(x.dtype.element_ty),
+        mask=inside[:, None] & (channel < C)[None, :],
+    )
+
+
+@triton.jit
+def _convolve_weight(
+    g, x, w, g_model, x_model, parts, batch,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, O: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
+    P: tl.constexpr, Q: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    DH: tl.constexpr, DW: tl.constexpr, SHARE: tl.constexpr,
+    BO: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Every program sums one part of the positions; the parts are added up afterwards, always in the same order."""
+    model, part = tl.program_id(1).to(tl.int64), tl.program_id(0) % parts
+    N: tl.constexpr = C * R * S
+    blocks: tl.constexpr = (N + BN - 1) // BN
+    block = tl.program_id(0) // parts
+    g += model * g_model
+    x += model * x_model
+    w += (model * parts + part) * (O * N)
+    output = (block // blocks) * BO + tl.arange(0, BO)
+    n = (block % blocks) * BN + tl.arange(0, BN)
+    c, r, s = n // (R * S), (n // S) % R, n % S
+    shift = c * (H * W) + r * (DH * W) + s * DW
+    places = batch * P * Q
+    total = tl.zeros((BO, BN), dtype=tl.float32)
+    for start in range(0, SHARE, BK):
+        place = part * SHARE + start + tl.arange(0, BK)
+        inside = place < places
+        example, row, column = place // (P * Q), (place // Q) % P, place % Q
+        slope = tl.load(
+            g + (example * (O * P * Q) + row * Q + column)[None, :] + output[:, None] * (P * Q),
+            mask=inside[None, :] & (output < O)[:, None],
+            other=0.0,
+        )
+        top, left = row * SH - PH, column * SW - PW
+        there = inside[:, None] & (n < N)[None, :]
+        if PH > 0 or PW > 0:
+            down, across = top[:, None] + (r * DH)[None, :], left[:, None] + (s * DW)[None, :]
+            there &= (down >= 0) & (down < H) & (across >= 0) & (across < W)
+        seen = tl.load(x + (example * (C * H * W) + top * W + left)[:, None] + shift[None, :], mask=there, other=0.0)
+        total = tl.dot(slope, seen, total, input_precision=PRECISION)
+    tl.store(w + output[:, None] * N + n[None, :], total, mask=(output < O)[:, None] & (n < N)[None, :])
+
+
+def _numbers(shape: Shape) -> dict[str, Any]:
+    (P, Q), s = shape.out, shape
+    return {
+        **{"C": s.channels, "H": s.height, "W": s.width, "O": s.outputs, "R": s.rows, "S": s.columns, "P": P, "Q": Q},
+        **{"SH": s.stride[0], "SW": s.stride[1], "PH": s.padding[0], "PW": s.padding[1]},
+        **{"DH": s.dilation[0], "DW": s.dilation[1]},
+    }
+
+
+def _precision(x: Tensor, tf32: bool) -> str:
+    return "tf32" if tf32 or x.dtype != torch.float32 else "tf32x3"
+
+
+def convolve(x: Tensor, w: Tensor, shape: Shape, blocks: Blocks, tf32: bool) -> Tensor:
+    """y, where x or w may be one for all models (a model stride of 0)."""
+    (P, Q), s = shape.out, shape
+    y = x.new_empty((s.models, s.batch, s.outputs, P, Q))
+    grid = (triton.cdiv(s.batch * P * Q, blocks.rows), s.models, triton.cdiv(s.outputs, blocks.columns))
+    _convolve[grid](
+        x, w, y, x.stride(0), w.stride(0), y.stride(0), s.batch, **_numbers(s),
+        BM=blocks.rows, BN=blocks.columns, BK=blocks.terms, PRECISION=_precision(x, tf32),
+        num_warps=blocks.warps, num_stages=blocks.stages,
+    )  # fmt: skip
+    return y
+
+
+def convolve_input(g: Tensor, w: Tensor, shape: Shape, blocks: Blocks, tf32: bool) -> Tensor:
+    """The gradient by x, where w may be one for all models."""
+    s = shape
+    x = g.new_empty((s.models, s.batch, s.channels, s.height, s.width))
+    grid = (
+        triton.cdiv(s.batch * s.height * s.width, blocks.rows),
+        s.models,
+        triton.cdiv(s.channels, blocks.columns),
+    )
+    _convolve_input[grid](
+        g, w, x, g.stride(0), w.stride(0), x.stride(0), s.batch, **_numbers(s),
+        BM=blocks.rows, BN=blocks.columns, BK=blocks.terms, PRECISION=_precision(g, tf32),
+        num_warps=blocks.warps, num_stages=blocks.stages,
+    )  # fmt: skip
+    return x
+
+
+def convolve_weight(g: Tensor, x: Tensor, shape: Shape, blocks: Blocks, tf32: bool) -> Tensor:
+    """The gradient by w, where x may be one for all models; and is summed over positions in parts."""
+    (P, Q), s = shape.out, shape
+    terms = s.channels * s.rows * s.columns
+    tiles = triton.cdiv(s.outputs, blocks.rows) * triton.cdiv(terms, blocks.columns)
+    parts = min(max(1, PROGRAMS // (s.models * tiles)), triton.cdiv(s.batch * P * Q, 4 * blocks.terms))
+    share = triton.cdiv(triton.cdiv(s.batch * P * Q, parts), blocks.terms) * blocks.terms
+    parts = triton.cdiv(s.batch * P * Q, share)
+    w = torch.empty((s.models, parts, s.outputs, s.channels, s.rows, s.columns), dtype=torch.float32, device=g.device)
+    _convolve_weight[(tiles * parts, s.models)](
+        g, x, w, g.stride(0), x.stride(0), parts, s.batch, **_numbers(s), SHARE=share,
+        BO=blocks.rows, BN=blocks.columns, BK=blocks.terms, PRECISION=_precision(g, tf32),
+        num_warps=blocks.warps, num_stages=blocks.stages,
+    )  # fmt: skip
+    return w.sum(1).to(g.dtype) if parts > 1 else w[:, 0].to(g.dtype)
+
+
+PROGRAMS = 1056
+"""About how many programs a weight gradient is cut into: eight for each multiprocessor of a large GPU."""
+
+KINDS = {"output": convolve, "input": convolve_input, "weight": convolve_weight}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)

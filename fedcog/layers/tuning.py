@@ -1,0 +1,86 @@
+"""Which way of computing the same thing is fastest here: measured once for each case, and remembered."""
+
+import contextlib
+import json
+import os
+import statistics
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_known: dict[str, str] = {}
+_read: set[Path] = set()
+
+
+def fastest(case: str, ways: Mapping[str, Callable[[], Tensor]]) -> str:
+    """The name of the fastest of some ways to compute the same tensor on the current GPU; the first is the reference.
+
+    What fails, or comes to another result than the reference, is passed over. The choice is kept in a file, so that
+    the next run makes the same one: ways differ in their rounding.
+    """
+    case = f"{torch.cuda.get_device_name()}, torch {torch.__version__}: {case}"
+    _recall()
+    if _known.get(case) not in ways:
+        _known[case] = _measure(ways)
+        _remember()
+    return _known[case]
+
+
+def _measure(ways: Mapping[str, Callable[[], Tensor]]) -> str:
+    reference: Tensor | None = None
+    times: dict[str, float] = {}
+    for name, way in ways.items():
+        try:
+            found = way()
+            if reference is None:
+                reference = found
+            elif not (found - reference).float().norm() <= 2e-2 * reference.float().norm():
+                continue
+            times[name] = _seconds(way)
+        except Exception:  # a way that does not work here is none; the reference must
+            if reference is None:
+                raise
+    return min(times, key=lambda name: times[name])
+
+
+def _seconds(way: Callable[[], Tensor], repeats: int = 5, calls: int = 4) -> float:
+    """The median time of a call, by the GPU's own clock."""
+    found = []
+    way()
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(calls):
+            way()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end))
+    return statistics.median(found)
+
+
+def _file() -> Path:
+    return Path(os.path.expanduser(os.environ.get("FEDCOG_CACHE", "~/.cache/fedcog"))) / "tuning.json"
+
+
+def _recall() -> None:
+    """What earlier runs found out; a file that cannot be read is as good as none."""
+    file = _file()
+    if file in _read:
+        return
+    _read.add(file)
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            _known.update({str(case): str(name) for case, name in found.items()} | _known)
+
+
+def _remember() -> None:
+    """Write down all choices; where that is not possible, they hold for this process."""
+    file = _file()
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(f".{os.getpid()}.part")
+        part.write_text(json.dumps(_known, indent=1), encoding="utf-8")
+        part.replace(file)

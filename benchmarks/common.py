@@ -141,8 +141,13 @@ def about(device: torch.device, data: str | None) -> dict[str, str]:
         "TF32 allowed by torch": _tf32(),
         "data": "CIFAR-10" if data else "random images of CIFAR-10's form",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *map(_short, sys.argv[1:])]),
     }
+
+
+def _short(argument: str) -> str:
+    """An argument as it is printed: where on this machine a path lies is nobody's business."""
+    return Path(argument).name if argument.startswith("/") else argument
 
 
 def _installed(name: str) -> bool:

@@ -5,14 +5,12 @@ of their own; the step is traced down to plain operators, fused by torch's compi
 writing of its results over its state. From then on a round is: copy in, play so many times, copy out.
 """
 
-import logging
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
-from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fedcog import tree
@@ -21,7 +19,7 @@ from fedcog.tree import State
 Step = Callable[[State, State], State]
 BURST = 16  # steps played by one launch, where so many are left
 KEPT = 8  # recordings kept ready
-OPTIONS: dict[str, str | int | bool] = {"triton.cudagraphs": False, "shape_padding": False}
+OPTIONS = {"triton.cudagraphs": False, "shape_padding": False}
 
 
 def in_turn(step: Step, key: Hashable, state: State, fixed: State, times: int) -> State:
@@ -39,6 +37,7 @@ class Layout:
         self._step = step
         self._moving, self._still = tree.flatten(self.state), tree.flatten(self.fixed)
         self.tensors = [*self._moving.values(), *self._still.values()]
+        self._begun = list(tree.flatten(state).values())
 
     def fill(self, state: State, fixed: State) -> None:
         """Put a round's numbers in place."""
@@ -57,7 +56,16 @@ class Layout:
 
     def traced(self) -> torch.fx.GraphModule:
         """The same as a graph of plain operators: mapping and differentiation are done with."""
-        return make_fx(functionalize(self.write, remove="mutations_and_views"))(*self.tensors)
+        from torch._inductor.decomposition import select_decomp_table
+
+        graph: torch.fx.GraphModule = make_fx(self.write, select_decomp_table())(*self.tensors)
+        self.reset()
+        return graph
+
+    def reset(self) -> None:
+        """Put the state back as it was given: it may hold a place in a plan, which must not run over its end."""
+        for place, given in zip(self._moving.values(), self._begun, strict=True):
+            place.copy_(given)
 
 
 class Recording:
@@ -70,6 +78,7 @@ class Recording:
         with torch.cuda.stream(aside):
             for _ in range(2):  # whatever is done at the first call only is done now
                 run(*layout.tensors)
+                layout.reset()
         torch.cuda.current_stream().wait_stream(aside)
         self._graphs = {size: self._capture(run, size) for size in (BURST, 1)}
 
@@ -126,9 +135,13 @@ class Graphs:
 
 
 def _fused(layout: Layout) -> Callable[..., object]:
-    logging.getLogger("torch._inductor").setLevel(logging.ERROR)
-    compiled: Callable[..., object] = torch.compile(layout.traced(), fullgraph=True, dynamic=False, options=OPTIONS)
-    return compiled
+    """The step compiled: its graph is plain already, so torch's compiler is entered where it makes kernels of one."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    with config.patch(OPTIONS):
+        compiled = compile_fx_inner(layout.traced(), layout.tensors)
+    return lambda *tensors: compiled(list(tensors))
 
 
 def _own(value: Tensor) -> Tensor:

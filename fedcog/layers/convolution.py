@@ -1,9 +1,9 @@
-"""Convolution as an operator: of one model torch's own; mapped over models by vmap, one kernel for all of them.
+"""Convolution as an operator with rules of its own: mapped over models by vmap, it is one kernel for all of them.
 
 Three operators belong together, for each is a gradient of the others: the output of input and weight, the input's
-gradient of the output's and the weight, the weight's gradient of the output's and the input. `convolve_many` and its
-like have a leading model axis on both arguments; what all models share has a stride of 0 there. On a GPU they run
-whichever is faster for the shape, Triton kernels that take the models side by side or torch's grouped convolution.
+gradient of the output's and the weight, the weight's gradient of the output's and the input. Their arguments have a
+leading model axis; what all models share has a stride of 0 there. On a GPU they run whichever is fastest for the shape:
+Triton kernels that take the models side by side, or torch's grouped convolution, which is one kernel a model.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,60 +24,47 @@ except ImportError:  # there is no Triton here
 Ints = Sequence[int]
 
 
+def convolution(x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
+    """The convolution of x [batch, channels, height, width] with w [outputs, channels, rows, columns]."""
+    found: Tensor = Output.apply(x, w, stride, padding, dilation)  # type: ignore[no-untyped-call]
+    return found
+
+
 @custom_op("fedcog::convolve", mutates_args=())
 def convolve(x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
-    """The convolution of x [batch, channels, height, width] with w [outputs, channels, rows, columns]."""
-    return torch.ops.aten.convolution(x, w, None, stride, padding, dilation, False, [0, 0], 1).contiguous()
-
-
-@custom_op("fedcog::convolve_input", mutates_args=())
-def convolve_input(g: Tensor, w: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
-    """The gradient by an input of height and width `size`, from the gradient `g` by the output."""
-    x = g.new_empty((g.shape[0], w.shape[1], *size))
-    return _backward(0, g, x, w, stride, padding, dilation, 1)
-
-
-@custom_op("fedcog::convolve_weight", mutates_args=())
-def convolve_weight(g: Tensor, x: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
-    """The gradient by a weight of `size` rows and columns, from the gradient `g` by the output."""
-    w = g.new_empty((g.shape[1], x.shape[1], *size))
-    return _backward(1, g, x, w, stride, padding, dilation, 1)
-
-
-@custom_op("fedcog::convolve_many", mutates_args=())
-def convolve_many(x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
-    """`convolve` of every x with its w."""
+    """The convolution of every model's x with its w."""
 
     def plain() -> Tensor:
         weights = w.flatten(0, 1)
         y = torch.ops.aten.convolution(_joined(x), weights, None, stride, padding, dilation, False, [0, 0], len(w))
         return _parted(y, len(w))
 
-    return _best("output", x, w, Shape(*x.shape, w.shape[1], *w.shape[3:], *_pairs(stride, padding, dilation)), plain)
+    return _best("output", x, w, _of_output(x, w, stride, padding, dilation), plain)
 
 
-@custom_op("fedcog::convolve_input_many", mutates_args=())
-def convolve_input_many(g: Tensor, w: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
-    """`convolve_input` of every g with its w."""
+@custom_op("fedcog::convolve_input", mutates_args=())
+def convolve_input(g: Tensor, w: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
+    """Every model's gradient by an input of height and width `size`, from its gradient `g` by the output."""
 
     def plain() -> Tensor:
         x = g.new_empty((g.shape[1], len(w) * w.shape[2], *size))
         return _parted(_backward(0, _joined(g), x, w.flatten(0, 1), stride, padding, dilation, len(w)), len(w))
 
-    shape = Shape(*g.shape[:2], w.shape[2], *size, w.shape[1], *w.shape[3:], *_pairs(stride, padding, dilation))
-    return _best("input", g, w, shape, plain)
+    (_, outputs, channels, rows, columns), pairs = w.shape, _pairs(stride, padding, dilation)
+    return _best("input", g, w, Shape(*g.shape[:2], channels, *size, outputs, rows, columns, *pairs), plain)
 
 
-@custom_op("fedcog::convolve_weight_many", mutates_args=())
-def convolve_weight_many(g: Tensor, x: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
-    """`convolve_weight` of every g with its x."""
+@custom_op("fedcog::convolve_weight", mutates_args=())
+def convolve_weight(g: Tensor, x: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
+    """Every model's gradient by a weight of `size` rows and columns, from its gradient `g` by the output."""
 
     def plain() -> Tensor:
         w = g.new_empty((len(g) * g.shape[2], x.shape[2], *size))
         found = _backward(1, _joined(g), _joined(x), w, stride, padding, dilation, len(g))
-        return found.unflatten(0, (len(g), g.shape[2]))
+        return found.reshape(len(g), g.shape[2], x.shape[2], *size)
 
-    return _best("weight", g, x, Shape(*x.shape, g.shape[2], *size, *_pairs(stride, padding, dilation)), plain)
+    shape = Shape(*x.shape, g.shape[2], *size, *_pairs(stride, padding, dilation))  # type: ignore[call-arg]
+    return _best("weight", g, x, shape, plain)
 
 
 def _backward(
@@ -98,11 +85,15 @@ def _joined(x: Tensor) -> Tensor:
 
 def _parted(y: Tensor, models: int) -> Tensor:
     """The reverse."""
-    return y.unflatten(1, (models, -1)).transpose(0, 1).contiguous()
+    return y.reshape(len(y), models, -1, *y.shape[2:]).transpose(0, 1).contiguous()
 
 
 def _pairs(*given: Ints) -> list[tuple[int, int]]:
     return [(int(first), int(last)) for first, last in given]
+
+
+def _of_output(x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints) -> Shape:
+    return Shape(*x.shape, w.shape[1], *w.shape[3:], *_pairs(stride, padding, dilation))  # type: ignore[call-arg]
 
 
 def _best(kind: str, one: Tensor, other: Tensor, shape: Shape, plain: Callable[[], Tensor]) -> Tensor:
@@ -110,20 +101,15 @@ def _best(kind: str, one: Tensor, other: Tensor, shape: Shape, plain: Callable[[
     small = max(one[0].numel(), other[0].numel(), shape.batch * shape.outputs * shape.out[0] * shape.out[1]) < 2**31
     if kernels is None or one.device.type != "cuda" or one.dtype not in kernels.DTYPES or not small:
         return plain()
-    one, other = (value if value[0].is_contiguous() else value.contiguous() for value in (one, other))
+    first, second = (value if value[0].is_contiguous() else value.contiguous() for value in (one, other))
     tf32 = torch.backends.cuda.matmul.allow_tf32
-    ways: dict[str, Callable[[], Tensor]] = {"torch": plain}
+    compute = kernels.KINDS[kind]
+    ways = {"torch": plain}
     for blocks in choices(kind, shape):
-        ways[",".join(map(str, blocks))] = lambda blocks=blocks: kernels.KINDS[kind](one, other, shape, blocks, tf32)
-    sharing = "".join("-" if value.stride(0) == 0 and shape.models > 1 else "+" for value in (one, other))
+        ways[",".join(map(str, blocks))] = lambda blocks=blocks: compute(first, second, shape, blocks, tf32)  # type: ignore[misc]
+    sharing = "".join("-" if value.stride(0) == 0 and shape.models > 1 else "+" for value in (first, second))
     case = f"{kind}{sharing} {one.dtype} {'tf32 ' if tf32 else ''}{list(shape)}"
     return ways[tuning.fastest(case, ways)]()
-
-
-def convolution(x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
-    """`convolve`, with its rules for autograd and vmap."""
-    found: Tensor = Output.apply(x, w, stride, padding, dilation)  # type: ignore[no-untyped-call]
-    return found
 
 
 # The shape of what comes out, for whoever traces without computing.
@@ -131,45 +117,27 @@ def convolution(x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Int
 
 @convolve.register_fake
 def _(x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
-    shape = Shape(1, *x.shape, w.shape[0], *w.shape[2:], *_pairs(stride, padding, dilation))
-    return x.new_empty((x.shape[0], w.shape[0], *shape.out))
-
-
-@convolve_many.register_fake
-def _(x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
-    shape = Shape(*x.shape, w.shape[1], *w.shape[3:], *_pairs(stride, padding, dilation))
-    return x.new_empty((*x.shape[:2], w.shape[1], *shape.out))
+    return x.new_empty((*x.shape[:2], w.shape[1], *_of_output(x, w, stride, padding, dilation).out))
 
 
 @convolve_input.register_fake
-def _(g: Tensor, w: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
-    return g.new_empty((g.shape[0], w.shape[1], *size))
-
-
-@convolve_input_many.register_fake
 def _(g: Tensor, w: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
     return g.new_empty((*g.shape[:2], w.shape[2], *size))
 
 
 @convolve_weight.register_fake
 def _(g: Tensor, x: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
-    return g.new_empty((g.shape[1], x.shape[1], *size))
-
-
-@convolve_weight_many.register_fake
-def _(g: Tensor, x: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
     return g.new_empty((len(g), g.shape[2], x.shape[2], *size))
 
 
-# The rules. Each of the three is linear in both its arguments, and its gradients are the other two. Mapped over models
-# that share a weight, they are one model with a larger batch.
+# The rules for one model. Each of the three is linear in both its arguments, and its gradients are the other two.
 
 
 class _Rule(torch.autograd.Function):
     """What the three have in common."""
 
-    many_models: Any
-    folds = True
+    operator: Any
+    folds = True  # where all models share the second argument, they are one model with a larger batch
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -177,29 +145,32 @@ class _Rule(torch.autograd.Function):
         ctx.save_for_backward(one, other)
 
     @classmethod
-    def over(
-        cls, info: Any, dims: tuple[int | None, ...], one: Tensor, other: Tensor, *rest: Any
-    ) -> tuple[Tensor, int]:
-        """Mapped over models."""
+    def alone(cls, one: Tensor, other: Tensor, *rest: Any) -> Tensor:
+        found: Tensor = cls.operator(one[None], other[None], *rest)
+        return found[0]
+
+    @classmethod
+    def over(cls, info: Any, dims: tuple[int | None, ...], one: Tensor, other: Tensor, *rest: Any) -> tuple[Tensor, int]:
         if cls.folds and dims[0] is not None and dims[1] is None:
             together = one.movedim(dims[0], 0)
-            return cls.apply(together.flatten(0, 1), other, *rest).unflatten(0, together.shape[:2]), 0
+            found: Tensor = cls.apply(together.flatten(0, 1), other, *rest)  # type: ignore[no-untyped-call]
+            return found.reshape(*together.shape[:2], *found.shape[1:]), 0
         one, other = (
             value.expand(info.batch_size, *value.shape) if dim is None else value.movedim(dim, 0)
             for value, dim in ((one, dims[0]), (other, dims[1]))
         )
-        return cls.many_models(one, other, *rest), 0
+        return cls.operator(one, other, *rest), 0
 
 
 class Output(_Rule):
-    """`convolve`, with its rules."""
+    """`convolve` of one model."""
 
-    many_models = convolve_many
+    operator = convolve
 
     @staticmethod
-    def forward(x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
+    def forward(*given: Any) -> Tensor:
         """The operator."""
-        return convolve(x, w, stride, padding, dilation)
+        return Output.alone(*given)
 
     @staticmethod
     def vmap(*given: Any) -> tuple[Tensor, int]:
@@ -210,19 +181,20 @@ class Output(_Rule):
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         """By input and weight."""
         (x, w), rest, (left, right, *_) = ctx.saved_tensors, ctx.numbers, ctx.needs_input_grad
-        by_x = Input.apply(g, w, x.shape[-2:], *rest) if left else None
-        return by_x, Weight.apply(g, x, w.shape[-2:], *rest) if right else None, None, None, None
+        by_x = Input.apply(g, w, x.shape[-2:], *rest) if left else None  # type: ignore[no-untyped-call]
+        by_w = Weight.apply(g, x, w.shape[-2:], *rest) if right else None  # type: ignore[no-untyped-call]
+        return by_x, by_w, None, None, None
 
 
 class Input(_Rule):
-    """`convolve_input`, with its rules."""
+    """`convolve_input` of one model."""
 
-    many_models = convolve_input_many
+    operator = convolve_input
 
     @staticmethod
-    def forward(g: Tensor, w: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
+    def forward(*given: Any) -> Tensor:
         """The operator."""
-        return convolve_input(g, w, size, stride, padding, dilation)
+        return Input.alone(*given)
 
     @staticmethod
     def vmap(*given: Any) -> tuple[Tensor, int]:
@@ -233,20 +205,21 @@ class Input(_Rule):
     def backward(ctx: Any, slope: Tensor) -> tuple[Any, ...]:
         """By the output's gradient and the weight."""
         (g, w), (_, *rest), (left, right, *_) = ctx.saved_tensors, ctx.numbers, ctx.needs_input_grad
-        by_g = Output.apply(slope, w, *rest) if left else None
-        return by_g, Weight.apply(g, slope, w.shape[-2:], *rest) if right else None, None, None, None, None
+        by_g = Output.apply(slope, w, *rest) if left else None  # type: ignore[no-untyped-call]
+        by_w = Weight.apply(g, slope, w.shape[-2:], *rest) if right else None  # type: ignore[no-untyped-call]
+        return by_g, by_w, None, None, None, None
 
 
 class Weight(_Rule):
-    """`convolve_weight`, with its rules."""
+    """`convolve_weight` of one model."""
 
-    many_models = convolve_weight_many
+    operator = convolve_weight
     folds = False
 
     @staticmethod
-    def forward(g: Tensor, x: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
+    def forward(*given: Any) -> Tensor:
         """The operator."""
-        return convolve_weight(g, x, size, stride, padding, dilation)
+        return Weight.alone(*given)
 
     @staticmethod
     def vmap(*given: Any) -> tuple[Tensor, int]:
@@ -257,5 +230,6 @@ class Weight(_Rule):
     def backward(ctx: Any, slope: Tensor) -> tuple[Any, ...]:
         """By the output's gradient and the input."""
         (g, x), (_, *rest), (left, right, *_) = ctx.saved_tensors, ctx.numbers, ctx.needs_input_grad
-        by_g = Output.apply(x, slope, *rest) if left else None
-        return by_g, Input.apply(g, slope, x.shape[-2:], *rest) if right else None, None, None, None, None
+        by_g = Output.apply(x, slope, *rest) if left else None  # type: ignore[no-untyped-call]
+        by_x = Input.apply(g, slope, x.shape[-2:], *rest) if right else None  # type: ignore[no-untyped-call]
+        return by_g, by_x, None, None, None, None

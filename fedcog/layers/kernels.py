@@ -101,44 +101,82 @@ def _convolve_input(
 
 
 @triton.jit
+def _direct(
+    x, w, y, x_model, w_model, y_model, batch, w_output, w_channel,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, O: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
+    P: tl.constexpr, Q: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    DH: tl.constexpr, DW: tl.constexpr, REVERSED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """For few channels: tap by tap, one load of a position for all outputs, in plain float32."""
+    model = tl.program_id(1).to(tl.int64)
+    x += model * x_model
+    w += model * w_model
+    y += model * y_model
+    place = tl.program_id(0) * BM + tl.arange(0, BM)
+    output = tl.program_id(2) * BN + tl.arange(0, BN)
+    stored = (place < batch * P * Q)[None, :] & (output < O)[:, None]
+    place, output = tl.minimum(place, batch * P * Q - 1), tl.minimum(output, O - 1)  # no need to ask below
+    example, row, column = place // (P * Q), (place // Q) % P, place % Q
+    top, left = row * SH - PH, column * SW - PW
+    base = example * (C * H * W) + top * W + left
+    total = tl.zeros((BN, BM), dtype=tl.float32)
+    for c in range(C):
+        for r in tl.static_range(R):
+            for s in tl.static_range(S):
+                tap = R * S - 1 - (r * S + s) if REVERSED else r * S + s
+                weight = tl.load(w + output * w_output + (c * w_channel + tap))
+                shift = c * (H * W) + r * DH * W + s * DW
+                if PH > 0 or PW > 0:
+                    down, across = top + r * DH, left + s * DW
+                    there = (down >= 0) & (down < H) & (across >= 0) & (across < W)
+                    seen = tl.load(x + base + shift, mask=there, other=0.0)
+                else:
+                    seen = tl.load(x + base + shift)
+                total += weight.to(tl.float32)[:, None] * seen.to(tl.float32)[None, :]
+    where = example * (O * P * Q) + row * Q + column
+    tl.store(y + where[None, :] + output[:, None] * (P * Q), total.to(y.dtype.element_ty), mask=stored)
+
+
+@triton.jit
 def _convolve_weight(
     g, x, w, g_model, x_model, parts, batch,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, O: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
     P: tl.constexpr, Q: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     DH: tl.constexpr, DW: tl.constexpr, SHARE: tl.constexpr,
-    BO: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Every program sums one part of the positions; the parts are added up afterwards, always in the same order."""
-    model, part = tl.program_id(1).to(tl.int64), tl.program_id(0) % parts
-    N: tl.constexpr = C * R * S
-    blocks: tl.constexpr = (N + BN - 1) // BN
-    block = tl.program_id(0) // parts
+    model, part, block = tl.program_id(1).to(tl.int64), tl.program_id(0) % parts, tl.program_id(0) // parts
+    K: tl.constexpr = C * R * S
+    blocks: tl.constexpr = (K + BM - 1) // BM
     g += model * g_model
     x += model * x_model
-    w += (model * parts + part) * (O * N)
-    output = (block // blocks) * BO + tl.arange(0, BO)
-    n = (block % blocks) * BN + tl.arange(0, BN)
-    c, r, s = n // (R * S), (n // S) % R, n % S
+    w += (model * parts + part) * (O * K)
+    k = (block % blocks) * BM + tl.arange(0, BM)
+    c, r, s = k // (R * S), (k // S) % R, k % S
     shift = c * (H * W) + r * (DH * W) + s * DW
+    output = (block // blocks) * BN + tl.arange(0, BN)
     places = batch * P * Q
-    total = tl.zeros((BO, BN), dtype=tl.float32)
+    total = tl.zeros((BM, BN), dtype=tl.float32)
     for start in range(0, SHARE, BK):
         place = part * SHARE + start + tl.arange(0, BK)
         inside = place < places
         example, row, column = place // (P * Q), (place // Q) % P, place % Q
+        top, left = row * SH - PH, column * SW - PW
+        there = (k < K)[:, None] & inside[None, :]
+        if PH > 0 or PW > 0:
+            down, across = top[None, :] + (r * DH)[:, None], left[None, :] + (s * DW)[:, None]
+            there &= (down >= 0) & (down < H) & (across >= 0) & (across < W)
+        base = example * (C * H * W) + top * W + left
+        seen = tl.load(x + base[None, :] + shift[:, None], mask=there, other=0.0)
         slope = tl.load(
-            g + (example * (O * P * Q) + row * Q + column)[None, :] + output[:, None] * (P * Q),
-            mask=inside[None, :] & (output < O)[:, None],
+            g + (example * (O * P * Q) + row * Q + column)[:, None] + output[None, :] * (P * Q),
+            mask=inside[:, None] & (output < O)[None, :],
             other=0.0,
         )
-        top, left = row * SH - PH, column * SW - PW
-        there = inside[:, None] & (n < N)[None, :]
-        if PH > 0 or PW > 0:
-            down, across = top[:, None] + (r * DH)[None, :], left[:, None] + (s * DW)[None, :]
-            there &= (down >= 0) & (down < H) & (across >= 0) & (across < W)
-        seen = tl.load(x + (example * (C * H * W) + top * W + left)[:, None] + shift[None, :], mask=there, other=0.0)
-        total = tl.dot(slope, seen, total, input_precision=PRECISION)
-    tl.store(w + output[:, None] * N + n[None, :], total, mask=(output < O)[:, None] & (n < N)[None, :])
+        total = tl.dot(seen, slope, total, input_precision=PRECISION)
+    tl.store(w + output[None, :] * K + k[:, None], total, mask=(output < O)[None, :] & (k < K)[:, None])
 
 
 def _numbers(shape: Shape) -> dict[str, Any]:
@@ -158,6 +196,8 @@ def convolve(x: Tensor, w: Tensor, shape: Shape, blocks: Blocks, tf32: bool) -> 
     """y, where x or w may be one for all models (a model stride of 0)."""
     (P, Q), s = shape.out, shape
     y = x.new_empty((s.models, s.batch, s.outputs, P, Q))
+    if not blocks.terms:
+        return _directly(x, w, y, s, blocks, w.stride()[1:3], reverse=False)
     grid = (triton.cdiv(s.batch * P * Q, blocks.rows), s.models, triton.cdiv(s.outputs, blocks.columns))
     _convolve[grid](
         x, w, y, x.stride(0), w.stride(0), y.stride(0), s.batch, **_numbers(s),
@@ -171,12 +211,10 @@ def convolve_input(g: Tensor, w: Tensor, shape: Shape, blocks: Blocks, tf32: boo
     """The gradient by x, where w may be one for all models."""
     s = shape
     x = g.new_empty((s.models, s.batch, s.channels, s.height, s.width))
-    grid = (
-        triton.cdiv(s.batch * s.height * s.width, blocks.rows),
-        s.models,
-        triton.cdiv(s.channels, blocks.columns),
-    )
-    _convolve_input[grid](
+    if not blocks.terms:  # of a stride of one, it is a convolution with the weight turned round
+        return _directly(g, w, x, s.turned, blocks, (w.stride(2), w.stride(1)), reverse=True)
+    positions = triton.cdiv(s.batch * s.height * s.width, blocks.rows)
+    _convolve_input[positions, s.models, triton.cdiv(s.channels, blocks.columns)](
         g, w, x, g.stride(0), w.stride(0), x.stride(0), s.batch, **_numbers(s),
         BM=blocks.rows, BN=blocks.columns, BK=blocks.terms, PRECISION=_precision(g, tf32),
         num_warps=blocks.warps, num_stages=blocks.stages,
@@ -184,18 +222,32 @@ def convolve_input(g: Tensor, w: Tensor, shape: Shape, blocks: Blocks, tf32: boo
     return x
 
 
+def _directly(
+    x: Tensor, w: Tensor, y: Tensor, s: Shape, blocks: Blocks, strides: tuple[int, ...], reverse: bool
+) -> Tensor:
+    grid = (
+        triton.cdiv(s.batch * s.out[0] * s.out[1], blocks.rows),
+        s.models,
+        triton.cdiv(s.outputs, blocks.columns),
+    )
+    _direct[grid](
+        x, w, y, x.stride(0), w.stride(0), y.stride(0), s.batch, *strides, **_numbers(s),
+        REVERSED=reverse, BM=blocks.rows, BN=blocks.columns, num_warps=blocks.warps,
+    )  # fmt: skip
+    return y
+
+
 def convolve_weight(g: Tensor, x: Tensor, shape: Shape, blocks: Blocks, tf32: bool) -> Tensor:
-    """The gradient by w, where x may be one for all models; and is summed over positions in parts."""
+    """The gradient by w, where x may be one for all models; it is summed over positions in parts."""
     (P, Q), s = shape.out, shape
-    terms = s.channels * s.rows * s.columns
-    tiles = triton.cdiv(s.outputs, blocks.rows) * triton.cdiv(terms, blocks.columns)
+    tiles = triton.cdiv(s.channels * s.rows * s.columns, blocks.rows) * triton.cdiv(s.outputs, blocks.columns)
     parts = min(max(1, PROGRAMS // (s.models * tiles)), triton.cdiv(s.batch * P * Q, 4 * blocks.terms))
     share = triton.cdiv(triton.cdiv(s.batch * P * Q, parts), blocks.terms) * blocks.terms
     parts = triton.cdiv(s.batch * P * Q, share)
     w = torch.empty((s.models, parts, s.outputs, s.channels, s.rows, s.columns), dtype=torch.float32, device=g.device)
     _convolve_weight[(tiles * parts, s.models)](
         g, x, w, g.stride(0), x.stride(0), parts, s.batch, **_numbers(s), SHARE=share,
-        BO=blocks.rows, BN=blocks.columns, BK=blocks.terms, PRECISION=_precision(g, tf32),
+        BM=blocks.rows, BN=blocks.columns, BK=blocks.terms, PRECISION=_precision(g, tf32),
         num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
     return w.sum(1).to(g.dtype) if parts > 1 else w[:, 0].to(g.dtype)

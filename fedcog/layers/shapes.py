@@ -28,11 +28,22 @@ class Shape(NamedTuple):
         )
         return down, across
 
+    @property
+    def turned(self) -> "Shape":
+        """The convolution, with the weight turned round, that the gradient by the input is if strides are one."""
+        down, across = (
+            d * (k - 1) - p
+            for d, k, p in zip(self.dilation, (self.rows, self.columns), self.padding, strict=True)
+        )
+        sizes = self.outputs, *self.out, self.channels
+        return Shape(*self[:2], *sizes, self.rows, self.columns, (1, 1), (down, across), self.dilation)
+
 
 class Blocks(NamedTuple):
     """The block of a matrix product that one program makes, the terms it adds at a time, its warps and loads in flight.
 
-    Rows are positions and columns channels; of a weight gradient rows are outputs and columns the weights of each.
+    Rows are positions and columns channels; of a weight gradient rows are weights and columns the outputs they are for.
+    With no terms at a time, a program goes directly from tap to tap instead.
     """
 
     rows: int
@@ -42,20 +53,24 @@ class Blocks(NamedTuple):
     stages: int
 
 
+def choices(kind: str, shape: Shape) -> list[Blocks]:
+    """Ways to cut a convolution ("output"), its input or its weight gradient that have proved worth trying."""
+    if kind == "weight":
+        columns = _power(shape.outputs, 8, 64)
+        return [Blocks(32, columns, 64, 4, 3), Blocks(64, columns, 64, 4, 3), Blocks(128, columns, 32, 4, 3)]
+    made = shape.outputs if kind == "output" else shape.channels
+    terms = shape.rows * shape.columns * (shape.channels if kind == "output" else shape.outputs)
+    turnable = shape.stride == (1, 1) and min(shape.turned.padding) >= 0
+    direct = []
+    if made <= 64 and terms <= 1024 and shape.rows * shape.columns <= 49 and (kind == "output" or turnable):
+        columns = _power(made, 4, 8)
+        direct = [Blocks(512, columns, 0, 4, 1), Blocks(256, columns, 0, 4, 1), Blocks(128, columns, 0, 2, 1)]
+    if made <= 8 and terms <= 512:
+        return direct
+    columns = _power(made, 8, 64)
+    return [*direct[1:], Blocks(128, columns, 32, 4, 3), Blocks(64, columns, 32, 4, 4)]
+
+
 def _power(number: int, least: int, most: int) -> int:
     """The next power of two, within bounds."""
     return min(most, max(least, 1 << (number - 1).bit_length()))
-
-
-def choices(kind: str, shape: Shape) -> list[Blocks]:
-    """Ways to cut a convolution, its input gradient or its weight gradient that have proved worth trying."""
-    if kind == "weight":
-        weights = shape.channels * shape.rows * shape.columns
-        rows, columns = _power(shape.outputs, 16, 64), _power(weights, 16, 128)
-        return [
-            Blocks(rows, columns, 32, 4, 3),
-            Blocks(rows, min(64, columns), 64, 4, 3),
-            Blocks(rows, columns, 64, 8, 2),
-        ]
-    columns = _power(shape.outputs if kind == "output" else shape.channels, 8, 64)
-    return [Blocks(128, columns, 32, 4, 3), Blocks(64, columns, 32, 4, 4), Blocks(256, columns, 16, 8, 3)]

@@ -79,7 +79,7 @@ def experiment(algorithm: str = "fedavg", tables: dict[str, Any] | None = None, 
 
 def rounds(experiment: Experiment, data: Dataset, module: nn.Module | None = None) -> Generator[Round, None, None]:
     """The rounds of an experiment, as `fedcog.run` runs them, but with nothing written down."""
-    with surroundings(experiment.threads):
+    with surroundings(experiment.threads, experiment.tf32):
         ready = Prepared(experiment, data, module)
         yield from federate(experiment.algorithm, ready.backend, ready, ready.schedule, ready.server, 0)
 

@@ -43,6 +43,7 @@ class Model:
         self._train = copy.deepcopy(module).requires_grad_(False).train()
         self._eval = copy.deepcopy(module).requires_grad_(False).eval()
         self._side_by_side = False
+        self._reduced: torch.dtype | None = None
 
     def forward(self, params: Params, buffers: Params, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """(logits, features) while training; running statistics in `buffers` are brought up to date."""
@@ -89,11 +90,14 @@ class Model:
         with contextlib.ExitStack() as around:
             if self._side_by_side:
                 around.enter_context(layers)
+            if self._reduced is not None:
+                around.enter_context(torch.autocast(x.device.type, self._reduced, cache_enabled=False))
             if self.head is not None:
                 last = module.get_submodule(self.head)
                 around.callback(last.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0])).remove)
             logits: Tensor = functional_call(module, known, (x,))
-        return logits, seen[-1] if seen else None, layers.renewed
+        features = seen[-1].to(x.dtype) if seen else None
+        return logits.to(x.dtype), features, layers.renewed
 
     @property
     def side_by_side(self) -> "Model":
@@ -103,8 +107,14 @@ class Model:
         return other
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Model":
-        """The same network elsewhere, or in another precision."""
+        """The same network elsewhere, or in another precision.
+
+        In bfloat16 only products are made, of convolutions and linear layers: parameters, sums over them, statistics,
+        losses and all else stay float32.
+        """
         other = copy.copy(self)
+        if dtype == torch.bfloat16:
+            other._reduced, dtype = dtype, torch.float32
         other._train = copy.deepcopy(self._train).to(device, dtype)
         other._eval = copy.deepcopy(self._eval).to(device, dtype)
         other.params = {name: value.to(device, dtype) for name, value in self.params.items()}

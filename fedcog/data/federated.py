@@ -3,13 +3,10 @@
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fedcog import streams
+from fedcog import pictures, streams
 from fedcog.data.datasets import Dataset
-
-PADDING = 4
 
 
 class Plan(NamedTuple):
@@ -76,23 +73,27 @@ class FederatedData:
         moves = None
         if self.augment:
             words = streams.words(self.seed, "augmentation", round, clients.to(self.device), length)
-            shift = streams.integers(words[..., :2], 2 * PADDING + 1)
+            shift = streams.integers(words[..., :2], 2 * pictures.PADDING + 1)
             flip = streams.integers(words[..., 2:3], 2)
             moves = torch.cat([shift, flip], dim=-1).reshape(len(clients), steps, batch, 3)
         return Plan(index.reshape(len(clients), steps, batch), moves)
 
-    def examples(self, index: Tensor, moves: Tensor | None = None) -> dict[str, Tensor]:
-        """The training examples at `index` (of any shape), moved if asked, as the model sees them."""
-        flat = index.flatten()
-        x = self.train_x[flat]
-        if moves is not None:
-            x = _move(x, moves.reshape(-1, 3))
-        return {"x": self.inputs(x).reshape(*index.shape, *x.shape[1:]), "y": self.train_y[index]}
+    @property
+    def stock(self) -> dict[str, Tensor]:
+        """All training examples as they are stored, and what they are normalised by."""
+        return {"x": self.train_x, "y": self.train_y, "mean": self._mean, "std": self._std}
+
+    def examples(
+        self, index: Tensor, moves: Tensor | None = None, stock: dict[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """The examples at `index` (of any shape) of a stock, moved if asked, as the model sees them."""
+        stock = stock or self.stock
+        x = pictures.examples(stock["x"], index, moves, stock["mean"], stock["std"])
+        return {"x": x, "y": stock["y"][index]}
 
     def inputs(self, x: Tensor) -> Tensor:
         """Stored examples as the model sees them: images scaled to [0, 1], then normalised."""
-        scaled = x.to(self.dtype, copy=True) if x.is_floating_point() else x.to(self.dtype) / 255
-        return (scaled - self._mean) / self._std if self._mean.numel() else scaled
+        return pictures.inputs(x, self._mean, self._std)
 
     def pictures(self, x: Tensor) -> Tensor:
         """What the model sees, as images again: uint8, clipped."""
@@ -106,16 +107,3 @@ def _part(indices: Tensor, validation: float, seed: int, client: int) -> tuple[T
     order = streams.permutation(seed, f"validation/{client}", 0, len(indices))
     held_out = min(round(len(indices) * validation), len(indices) - 1)
     return indices[order[held_out:].sort()[0]], indices[order[:held_out].sort()[0]]
-
-
-def _move(x: Tensor, moves: Tensor) -> Tensor:
-    """Each image cropped at its own place out of a black frame, and mirrored where asked: one gather for the batch."""
-    count, channels, height, width = x.shape
-    framed = F.pad(x, (PADDING,) * 4)
-    across = torch.arange(width, device=x.device)
-    down, right, flip = moves[:, :1], moves[:, 1:2], moves[:, 2:]
-    rows = torch.arange(height, device=x.device) + down
-    columns = torch.where(flip == 1, width - 1 - across, across) + right
-    places = rows[:, :, None] * framed.shape[-1] + columns[:, None, :]
-    pixels = framed.flatten(2).gather(2, places.flatten(1)[:, None].expand(-1, channels, -1))
-    return pixels.reshape(count, channels, height, width)

@@ -87,7 +87,10 @@ class Experiment:
         "clients one after another (loop), together (vmap), or together as recorded CUDA graphs; auto: the last on a GPU",
         identity=False,
     )
-    precision: Literal["float32", "float64"] = setting("float32", "of parameters and arithmetic")
+    precision: Literal["float32", "bfloat16", "float64"] = setting(
+        "float32", "of parameters and arithmetic; bfloat16: products only, the rest in float32"
+    )
+    tf32: bool = setting(False, "GPU: make float32 products in TF32, which is faster and has 10 bits of fraction")
     threads: int = setting(0, "CPU threads; 0: as torch chooses", ">= 0", "<= 1024", identity=False)
 
     def __post_init__(self) -> None:

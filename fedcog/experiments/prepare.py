@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedcog.data import DataError, Dataset, FederatedData, partition, sources
 from fedcog.data.partition import Rule
 from fedcog.experiments.config import Experiment, Recorded, RecordedWrapper, layers, name_of
-from fedcog.federation import evaluate
+from fedcog.federation import evaluate, graphs
 from fedcog.federation.cohort import Cohort
 from fedcog.federation.rounds import Schedule, round_half_up
 from fedcog.federation.selection import PowerOfChoice, Selection, Uniform
@@ -32,6 +32,8 @@ class Prepared:
     def __init__(self, experiment: Experiment, data: Dataset | None = None, module: nn.Module | None = None) -> None:
         self.experiment = experiment
         self.device = find_device(experiment.device)
+        if self.device.type == "cuda" and experiment.mapping in ("auto", "graph"):
+            graphs.get_ready()
         if faults := check_runnable(experiment):
             raise ConfigError(faults)
         if (data is None and experiment.dataset == "custom") or (module is None and experiment.model == "custom"):
@@ -41,6 +43,7 @@ class Prepared:
         self.dataset = data if data is not None else sources.load(experiment.dataset, experiment.data_dir or None)
         self.indices = share_out(experiment, self.dataset)
         dtype = getattr(torch, experiment.precision)
+        stored = torch.float32 if dtype == torch.bfloat16 else dtype
         augment = {"auto": self.dataset.augment, "on": True, "off": False}[experiment.augment]
         if augment and not (self.dataset.train_x.dim() == 4 and self.dataset.train_x.dtype == torch.uint8):
             raise ConfigError(["augment is on, but only images (uint8) can be cropped and flipped: set --augment off."])
@@ -51,7 +54,7 @@ class Prepared:
             validation=experiment.validation,
             augment=augment,
             device=self.device,
-            dtype=dtype,
+            dtype=stored,
         )
         shape, classes = self.dataset.input_shape, len(self.dataset.classes)
         self.model_name = "custom" if module is not None else model_name(experiment, shape)
@@ -250,14 +253,17 @@ def check_ready(experiment: Experiment) -> list[str]:
 
 
 @contextlib.contextmanager
-def surroundings(threads: int) -> Iterator[None]:
+def surroundings(threads: int, tf32: bool = False) -> Iterator[None]:
     """The torch settings a run computes under, whatever the caller's are; those are put back at the end."""
     before = torch.get_num_threads(), torch.get_default_dtype()
+    products = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     try:
         torch.set_num_threads(threads or before[0])
         torch.set_default_dtype(torch.float32)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
         with torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             yield
     finally:
         torch.set_num_threads(before[0])
         torch.set_default_dtype(before[1])
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = products

@@ -92,7 +92,7 @@ def run(
         own |= {"partition": "given", "clients": len(data.indices)}
     experiment = dataclasses.replace(experiment, **own)
     directory = RunDirectory(out or default_out(experiment))
-    with directory.locked(), surroundings(experiment.threads):
+    with directory.locked(), surroundings(experiment.threads, experiment.tf32):
         if directory.exists():
             _check_same(directory, experiment, resume)
         elif directory.load() is not None or directory.lines():
@@ -146,7 +146,7 @@ def load(path: str | Path, model: nn.Module | None = None, algorithm: Algorithm 
     weights = (algorithm or experiment.algorithm).server_model(checkpoint.server)
     if not trained <= weights.keys() <= known:
         raise RecordError(f"the network given is not the one the run in {path} trained: its parameters differ in name.")
-    model = model.to(getattr(torch, experiment.precision))
+    model = model.to(torch.float64 if experiment.precision == "float64" else torch.float32)
     places = dict(model.named_parameters()) | dict(model.named_buffers())
     for name, value in weights.items():
         if places[name].shape != value.shape:

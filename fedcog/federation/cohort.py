@@ -151,6 +151,7 @@ class Cohort:
             return plan.transpose(0, 1) if stacked else plan[0]
 
         fixed |= {
+            "stock": self.data.stock,
             "picks": led(plan.picks),
             "moves": {} if plan.moves is None else {"all": led(plan.moves)},
             "extra": extra.groups,

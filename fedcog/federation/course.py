@@ -164,7 +164,7 @@ class Course(NamedTuple):
     def batch(self, fixed: State, step: Tensor) -> Batch:
         """What the members are served at a step: real examples, extra ones by group, and random tensors."""
         moves = _at(fixed["moves"], step).get("all")
-        batch: Batch = self.data.examples(_at({"picks": fixed["picks"]}, step)["picks"], moves)
+        batch: Batch = self.data.examples(_at({"picks": fixed["picks"]}, step)["picks"], moves, fixed["stock"])
         for group, index in _at(fixed["served"], step).items():
             batch[group] = self.each(tree.pick)(fixed["extra"][group], index)
         return batch | {"draws": _at(fixed["drawn"], step)}

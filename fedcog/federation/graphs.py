@@ -5,6 +5,7 @@ of their own; the step is traced down to plain operators, fused by torch's compi
 writing of its results over its state. From then on a round is: copy in, play so many times, copy out.
 """
 
+import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -19,7 +20,20 @@ from fedcog.tree import State
 Step = Callable[[State, State], State]
 BURST = 16  # steps played by one launch, where so many are left
 KEPT = 8  # recordings kept ready
-OPTIONS = {"triton.cudagraphs": False, "shape_padding": False}
+OPTIONS = {"triton.cudagraphs": False, "shape_padding": False, "loop_ordering_after_fusion": False}
+"""Of torch's compiler: graphs are recorded here; padding would measure, and reordering loops take long, for little."""
+
+
+def get_ready() -> None:
+    """Load the compiler and start its workers, beside whatever else a run begins with: they take some seconds."""
+    threading.Thread(target=_load, daemon=True).start()
+
+
+def _load() -> None:
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.compile_fx import compile_fx_inner  # noqa: F401
+
+    AsyncCompile.warm_pool()
 
 
 def in_turn(step: Step, key: Hashable, state: State, fixed: State, times: int) -> State:
@@ -30,10 +44,14 @@ def in_turn(step: Step, key: Hashable, state: State, fixed: State, times: int) -
 
 
 class Layout:
-    """State and fixed tensors of a step in memory of their own, and the step as a function that writes over the state."""
+    """State and fixed tensors of a step in memory of their own, and the step as a function that writes over the state.
+
+    What is fixed under "stock" stays where it lies: the data, which is large and never changes.
+    """
 
     def __init__(self, step: Step, state: State, fixed: State) -> None:
-        self.state, self.fixed = (tree.apply(_own, part) for part in (state, fixed))
+        self.state = tree.apply(_own, state)
+        self.fixed = {name: value if name == "stock" else _owned(value) for name, value in fixed.items()}
         self._step = step
         self._moving, self._still = tree.flatten(self.state), tree.flatten(self.fixed)
         self.tensors = [*self._moving.values(), *self._still.values()]
@@ -42,8 +60,9 @@ class Layout:
     def fill(self, state: State, fixed: State) -> None:
         """Put a round's numbers in place."""
         for places, given in ((self._moving, tree.flatten(state)), (self._still, tree.flatten(fixed))):
-            if places:
-                torch._foreach_copy_(list(places.values()), [given[name] for name in places])
+            names = [name for name in places if places[name] is not given[name]]
+            if names:
+                torch._foreach_copy_([places[name] for name in names], [given[name] for name in names])
 
     def write(self, *tensors: Tensor) -> tuple[()]:
         """One step on `tensors`, its results written over those of the state."""
@@ -56,7 +75,7 @@ class Layout:
 
     def traced(self) -> torch.fx.GraphModule:
         """The same as a graph of plain operators: mapping and differentiation are done with."""
-        from torch._inductor.decomposition import select_decomp_table
+        from torch._inductor.compile_fx import select_decomp_table
 
         graph: torch.fx.GraphModule = make_fx(self.write, select_decomp_table())(*self.tensors)
         self.reset()
@@ -136,12 +155,20 @@ class Graphs:
 
 def _fused(layout: Layout) -> Callable[..., object]:
     """The step compiled: its graph is plain already, so torch's compiler is entered where it makes kernels of one."""
+    from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    with config.patch(OPTIONS):
-        compiled = compile_fx_inner(layout.traced(), layout.tensors)
+    graph, fake = layout.traced(), FakeTensorMode(shape_env=ShapeEnv())  # with shapes, results are kept for later runs
+    with config.patch(OPTIONS), tracing(TracingContext(fake)):
+        compiled = compile_fx_inner(graph, [fake.from_tensor(value, static_shapes=True) for value in layout.tensors])
     return lambda *tensors: compiled(list(tensors))
+
+
+def _owned(value: Tensor | State) -> Tensor | State:
+    return tree.apply(_own, value) if isinstance(value, dict) else _own(value)
 
 
 def _own(value: Tensor) -> Tensor:

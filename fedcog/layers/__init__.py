@@ -47,6 +47,9 @@ def _conv2d(
     padding = 0 if padding == "valid" else padding
     if groups != 1 or isinstance(padding, str) or input.dim() != 4:
         return torch.conv2d(input, weight, bias, stride, padding, dilation, groups)  # type: ignore[arg-type]
+    if torch.is_autocast_enabled(input.device.type):  # torch's own would do so by itself
+        dtype = torch.get_autocast_dtype(input.device.type)
+        input, weight = input.to(dtype), weight.to(dtype)
     y = convolution(input, weight, _pair(stride), _pair(padding), _pair(dilation))
     return y if bias is None else y + bias[:, None, None]
 

@@ -150,7 +150,9 @@ class _Rule(torch.autograd.Function):
         return found[0]
 
     @classmethod
-    def over(cls, info: Any, dims: tuple[int | None, ...], one: Tensor, other: Tensor, *rest: Any) -> tuple[Tensor, int]:
+    def over(
+        cls, info: Any, dims: tuple[int | None, ...], one: Tensor, other: Tensor, *rest: Any
+    ) -> tuple[Tensor, int]:
         if cls.folds and dims[0] is not None and dims[1] is None:
             together = one.movedim(dims[0], 0)
             found: Tensor = cls.apply(together.flatten(0, 1), other, *rest)  # type: ignore[no-untyped-call]

@@ -101,14 +101,27 @@ def _convolve_input(
 
 
 @triton.jit
+def _pack(
+    w, packed, w_model, w_output, w_channel, size,
+    C: tl.constexpr, N: tl.constexpr, O: tl.constexpr, T: tl.constexpr, REVERSED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Weights as `_direct` wants them: [models, channels, taps, outputs], zero where there is no such output."""
+    model = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    channel, tap, output = at // (T * N), (at // N) % T, at % N
+    place = channel * w_channel + output * w_output + (T - 1 - tap if REVERSED else tap)
+    value = tl.load(w + model * w_model + place, mask=(at < C * T * N) & (output < O), other=0.0)
+    tl.store(packed + model * size + at, value.to(tl.float32), mask=at < C * T * N)
+
+
+@triton.jit
 def _direct(
-    x, w, y, x_model, w_model, y_model, batch, w_output, w_channel,
+    x, w, y, x_model, w_model, y_model, batch,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, O: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
     P: tl.constexpr, Q: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
-    DH: tl.constexpr, DW: tl.constexpr, REVERSED: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    DH: tl.constexpr, DW: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """For few channels: tap by tap, one load of a position for all outputs, in plain float32."""
+    """For few channels: tap by tap, one load of a position for all outputs, in plain float32; w is packed."""
     model = tl.program_id(1).to(tl.int64)
     x += model * x_model
     w += model * w_model
@@ -116,7 +129,7 @@ def _direct(
     place = tl.program_id(0) * BM + tl.arange(0, BM)
     output = tl.program_id(2) * BN + tl.arange(0, BN)
     stored = (place < batch * P * Q)[None, :] & (output < O)[:, None]
-    place, output = tl.minimum(place, batch * P * Q - 1), tl.minimum(output, O - 1)  # no need to ask below
+    place = tl.minimum(place, batch * P * Q - 1)  # no need to ask below
     example, row, column = place // (P * Q), (place // Q) % P, place % Q
     top, left = row * SH - PH, column * SW - PW
     base = example * (C * H * W) + top * W + left
@@ -124,8 +137,7 @@ def _direct(
     for c in range(C):
         for r in tl.static_range(R):
             for s in tl.static_range(S):
-                tap = R * S - 1 - (r * S + s) if REVERSED else r * S + s
-                weight = tl.load(w + output * w_output + (c * w_channel + tap))
+                weight = tl.load(w + (c * (R * S) + r * S + s) * N + output)
                 shift = c * (H * W) + r * DH * W + s * DW
                 if PH > 0 or PW > 0:
                     down, across = top + r * DH, left + s * DW
@@ -133,9 +145,51 @@ def _direct(
                     seen = tl.load(x + base + shift, mask=there, other=0.0)
                 else:
                     seen = tl.load(x + base + shift)
-                total += weight.to(tl.float32)[:, None] * seen.to(tl.float32)[None, :]
+                total += weight[:, None] * seen.to(tl.float32)[None, :]
     where = example * (O * P * Q) + row * Q + column
     tl.store(y + where[None, :] + output[:, None] * (P * Q), total.to(y.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def _direct_weight(
+    g, x, w, g_model, x_model, parts, batch,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, O: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
+    P: tl.constexpr, Q: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    DH: tl.constexpr, DW: tl.constexpr, SHARE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """For few channels: every thread sums its own positions for some weights, in plain float32; then all are added."""
+    model, part, block = tl.program_id(1).to(tl.int64), tl.program_id(0) % parts, tl.program_id(0) // parts
+    K: tl.constexpr = C * R * S
+    blocks: tl.constexpr = (K + BM - 1) // BM
+    g += model * g_model
+    x += model * x_model
+    w += (model * parts + part) * (O * K)
+    k = (block % blocks) * BM + tl.arange(0, BM)
+    output = (block // blocks) * BN + tl.arange(0, BN)
+    known = tl.minimum(k, K - 1)
+    c, r, s = known // (R * S), (known // S) % R, known % S
+    shift = c * (H * W) + r * (DH * W) + s * DW
+    slopes = tl.minimum(output, O - 1) * (P * Q)
+    places = batch * P * Q
+    total = tl.zeros((BM, BN, BK), dtype=tl.float32)
+    for start in range(0, SHARE, BK):
+        place = part * SHARE + start + tl.arange(0, BK)
+        inside = place < places
+        place = tl.minimum(place, places - 1)
+        example, row, column = place // (P * Q), (place // Q) % P, place % Q
+        top, left = row * SH - PH, column * SW - PW
+        at = (example * (C * H * W) + top * W + left)[None, :] + shift[:, None]
+        if PH > 0 or PW > 0:
+            down, across = top[None, :] + (r * DH)[:, None], left[None, :] + (s * DW)[:, None]
+            seen = tl.load(x + at, mask=(down >= 0) & (down < H) & (across >= 0) & (across < W), other=0.0)
+        else:
+            seen = tl.load(x + at)
+        slope = tl.load(g + (example * (O * P * Q) + row * Q + column)[None, :] + slopes[:, None])
+        slope = tl.where(inside[None, :], slope.to(tl.float32), 0.0)
+        total += seen.to(tl.float32)[:, None, :] * slope[None, :, :]
+    found = tl.sum(total, axis=2)
+    tl.store(w + output[None, :] * K + k[:, None], found, mask=(output < O)[None, :] & (k < K)[:, None])
 
 
 @triton.jit
@@ -196,7 +250,7 @@ def convolve(x: Tensor, w: Tensor, shape: Shape, blocks: Blocks, tf32: bool) -> 
     """y, where x or w may be one for all models (a model stride of 0)."""
     (P, Q), s = shape.out, shape
     y = x.new_empty((s.models, s.batch, s.outputs, P, Q))
-    if not blocks.terms:
+    if not blocks.stages:
         return _directly(x, w, y, s, blocks, w.stride()[1:3], reverse=False)
     grid = (triton.cdiv(s.batch * P * Q, blocks.rows), s.models, triton.cdiv(s.outputs, blocks.columns))
     _convolve[grid](
@@ -211,7 +265,7 @@ def convolve_input(g: Tensor, w: Tensor, shape: Shape, blocks: Blocks, tf32: boo
     """The gradient by x, where w may be one for all models."""
     s = shape
     x = g.new_empty((s.models, s.batch, s.channels, s.height, s.width))
-    if not blocks.terms:  # of a stride of one, it is a convolution with the weight turned round
+    if not blocks.stages:  # of a stride of one, it is a convolution with the weight turned round
         return _directly(g, w, x, s.turned, blocks, (w.stride(2), w.stride(1)), reverse=True)
     positions = triton.cdiv(s.batch * s.height * s.width, blocks.rows)
     _convolve_input[positions, s.models, triton.cdiv(s.channels, blocks.columns)](
@@ -225,36 +279,81 @@ def convolve_input(g: Tensor, w: Tensor, shape: Shape, blocks: Blocks, tf32: boo
 def _directly(
     x: Tensor, w: Tensor, y: Tensor, s: Shape, blocks: Blocks, strides: tuple[int, ...], reverse: bool
 ) -> Tensor:
-    grid = (
-        triton.cdiv(s.batch * s.out[0] * s.out[1], blocks.rows),
-        s.models,
-        triton.cdiv(s.outputs, blocks.columns),
-    )
-    _direct[grid](
-        x, w, y, x.stride(0), w.stride(0), y.stride(0), s.batch, *strides, **_numbers(s),
-        REVERSED=reverse, BM=blocks.rows, BN=blocks.columns, num_warps=blocks.warps,
+    taps, outputs = s.rows * s.columns, triton.cdiv(s.outputs, blocks.columns) * blocks.columns
+    own = s.models if w.stride(0) or s.models == 1 else 1
+    packed = torch.empty((own, s.channels, taps, outputs), dtype=torch.float32, device=x.device)
+    size = s.channels * taps * outputs
+    _pack[triton.cdiv(size, 256), own](
+        w, packed, w.stride(0), *strides, size,
+        C=s.channels, N=outputs, O=s.outputs, T=taps, REVERSED=reverse, BLOCK=256,
+    )  # fmt: skip
+    positions = triton.cdiv(s.batch * s.out[0] * s.out[1], blocks.rows)
+    _direct[positions, s.models, outputs // blocks.columns](
+        x, packed, y, x.stride(0), size if own > 1 else 0, y.stride(0), s.batch, **_numbers(s),
+        N=outputs, BM=blocks.rows, BN=blocks.columns, num_warps=blocks.warps, maxnreg=REGISTERS,
     )  # fmt: skip
     return y
 
 
 def convolve_weight(g: Tensor, x: Tensor, shape: Shape, blocks: Blocks, tf32: bool) -> Tensor:
     """The gradient by w, where x may be one for all models; it is summed over positions in parts."""
-    (P, Q), s = shape.out, shape
+    (P, Q), s, direct = shape.out, shape, blocks.stages == 0
     tiles = triton.cdiv(s.channels * s.rows * s.columns, blocks.rows) * triton.cdiv(s.outputs, blocks.columns)
     parts = min(max(1, PROGRAMS // (s.models * tiles)), triton.cdiv(s.batch * P * Q, 4 * blocks.terms))
     share = triton.cdiv(triton.cdiv(s.batch * P * Q, parts), blocks.terms) * blocks.terms
     parts = triton.cdiv(s.batch * P * Q, share)
     w = torch.empty((s.models, parts, s.outputs, s.channels, s.rows, s.columns), dtype=torch.float32, device=g.device)
-    _convolve_weight[(tiles * parts, s.models)](
-        g, x, w, g.stride(0), x.stride(0), parts, s.batch, **_numbers(s), SHARE=share,
-        BM=blocks.rows, BN=blocks.columns, BK=blocks.terms, PRECISION=_precision(g, tf32),
-        num_warps=blocks.warps, num_stages=blocks.stages,
-    )  # fmt: skip
+    given = g, x, w, g.stride(0), x.stride(0), parts, s.batch
+    sizes = _numbers(s) | {"SHARE": share, "BM": blocks.rows, "BN": blocks.columns, "BK": blocks.terms}
+    if direct:
+        _direct_weight[tiles * parts, s.models](*given, **sizes, num_warps=blocks.warps, maxnreg=REGISTERS)
+    else:
+        how: dict[str, Any] = {"num_warps": blocks.warps, "num_stages": blocks.stages}
+        _convolve_weight[tiles * parts, s.models](*given, **sizes, PRECISION=_precision(g, tf32), **how)
     return w.sum(1).to(g.dtype) if parts > 1 else w[:, 0].to(g.dtype)
 
+
+REGISTERS = 96
+"""What a thread of a direct kernel gets: left alone, the compiler takes so many that too few threads run at a time."""
 
 PROGRAMS = 1056
 """About how many programs a weight gradient is cut into: eight for each multiprocessor of a large GPU."""
 
 KINDS = {"output": convolve, "input": convolve_input, "weight": convolve_weight}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@triton.jit
+def _moved_images(
+    stored, index, moves, mean, std, made, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+    PADDING: tl.constexpr, NORMAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a block of an image's pixels."""
+    image = tl.program_id(0)
+    which = tl.load(index + image).to(tl.int64)
+    down = tl.load(moves + image * 3).to(tl.int32)
+    right = tl.load(moves + image * 3 + 1).to(tl.int32)
+    flip = tl.load(moves + image * 3 + 2)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    channel, row, column = at // (H * W), (at // W) % H, at % W
+    row = row + down - PADDING
+    column = tl.where(flip == 1, W - 1 - column, column) + right - PADDING
+    there = (at < C * H * W) & (row >= 0) & (row < H) & (column >= 0) & (column < W)
+    value = tl.load(stored + which * (C * H * W) + channel * (H * W) + row * W + column, mask=there, other=0)
+    value = value.to(tl.float32) / 255
+    if NORMAL:
+        value = (value - tl.load(mean + channel, mask=at < C * H * W)) / tl.load(std + channel, mask=at < C * H * W)
+    tl.store(made + image.to(tl.int64) * (C * H * W) + at, value, mask=at < C * H * W)
+
+
+def moved_images(stored: Tensor, index: Tensor, moves: Tensor, mean: Tensor, std: Tensor, padding: int) -> Tensor:
+    """The stored uint8 images at `index`, each out of a black frame at its own place, mirrored where asked, as inputs."""
+    channels, height, width = stored.shape[1:]
+    made = mean.new_empty((*index.shape, channels, height, width))
+    size = channels * height * width
+    block = min(1024, triton.next_power_of_2(size))
+    _moved_images[index.numel(), triton.cdiv(size, block)](
+        stored, index.contiguous(), moves.contiguous(), mean, std, made, C=channels, H=height, W=width,
+        PADDING=padding, NORMAL=mean.numel() > 0, BLOCK=block,
+    )  # fmt: skip
+    return made

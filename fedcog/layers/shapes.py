@@ -32,8 +32,7 @@ class Shape(NamedTuple):
     def turned(self) -> "Shape":
         """The convolution, with the weight turned round, that the gradient by the input is if strides are one."""
         down, across = (
-            d * (k - 1) - p
-            for d, k, p in zip(self.dilation, (self.rows, self.columns), self.padding, strict=True)
+            d * (k - 1) - p for d, k, p in zip(self.dilation, (self.rows, self.columns), self.padding, strict=True)
         )
         sizes = self.outputs, *self.out, self.channels
         return Shape(*self[:2], *sizes, self.rows, self.columns, (1, 1), (down, across), self.dilation)
@@ -43,7 +42,7 @@ class Blocks(NamedTuple):
     """The block of a matrix product that one program makes, the terms it adds at a time, its warps and loads in flight.
 
     Rows are positions and columns channels; of a weight gradient rows are weights and columns the outputs they are for.
-    With no terms at a time, a program goes directly from tap to tap instead.
+    With no loads in flight the product is not made on tensor cores, but tap by tap in each thread's registers.
     """
 
     rows: int
@@ -56,19 +55,19 @@ class Blocks(NamedTuple):
 def choices(kind: str, shape: Shape) -> list[Blocks]:
     """Ways to cut a convolution ("output"), its input or its weight gradient that have proved worth trying."""
     if kind == "weight":
-        columns = _power(shape.outputs, 8, 64)
-        return [Blocks(32, columns, 64, 4, 3), Blocks(64, columns, 64, 4, 3), Blocks(128, columns, 32, 4, 3)]
+        weights, columns = shape.channels * shape.rows * shape.columns, _power(shape.outputs, 8, 64)
+        direct = [Blocks(8, 8, 128, 4, 0)] if weights * shape.outputs <= 8192 else []
+        return [*direct, Blocks(32, columns, 64, 2, 3), Blocks(64, columns, 64, 4, 3)][:2]
     made = shape.outputs if kind == "output" else shape.channels
     terms = shape.rows * shape.columns * (shape.channels if kind == "output" else shape.outputs)
     turnable = shape.stride == (1, 1) and min(shape.turned.padding) >= 0
     direct = []
-    if made <= 64 and terms <= 1024 and shape.rows * shape.columns <= 49 and (kind == "output" or turnable):
+    if made * terms <= 8192 and shape.rows * shape.columns <= 49 and (kind == "output" or turnable):
         columns = _power(made, 4, 8)
-        direct = [Blocks(512, columns, 0, 4, 1), Blocks(256, columns, 0, 4, 1), Blocks(128, columns, 0, 2, 1)]
-    if made <= 8 and terms <= 512:
-        return direct
+        direct = [Blocks(512, columns, 1, 4, 0), Blocks(256, columns, 1, 2, 0)]
     columns = _power(made, 8, 64)
-    return [*direct[1:], Blocks(128, columns, 32, 4, 3), Blocks(64, columns, 32, 4, 4)]
+    tiles = [Blocks(128, columns, 32, 4, 3), Blocks(64, columns, 32, 4, 4)]
+    return direct if made <= 8 and direct else [*direct[:1], *tiles][:2]
 
 
 def _power(number: int, least: int, most: int) -> int:

@@ -70,7 +70,9 @@ class Ditto(Wrapper):
             return fit + self.lambda_pull / 2 * tree.dot(drift, drift)
 
         grads, value = self.inner.local_grad(loss, _main(params), batch, site)
-        return grads | _aside(site.gradient(pulled, personal, batch)[0]), value
+        grads = grads | _aside(site.gradient(pulled, personal, batch)[0])
+        site.buffers.update(_aside(here.buffers))  # what v's pass made of its running statistics
+        return grads, value
 
     def after_step(self, before: Params, after: Params, batch: Batch, site: Site) -> Params:
         """Inner's for the global model."""

@@ -1,5 +1,6 @@
 """A data set shared out among clients, on one device, with its batches and augmentation as keyed streams."""
 
+import sys
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,10 @@ class Plan(NamedTuple):
 
 
 class FederatedData:
-    """A training set on a device as uint8, its owners, and a test set."""
+    """A training set on a device as uint8, its owners, and a test set.
+
+    Data of more than `room` bytes (by default half of what is free on a GPU) stays in host memory and is `streamed`.
+    """
 
     def __init__(
         self,
@@ -29,11 +33,15 @@ class FederatedData:
         augment: bool = False,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
+        room: int | None = None,
     ) -> None:
         self.device, self.dtype = device or torch.device("cpu"), dtype
         self.seed, self.augment = seed, augment
-        self.train_x, self.train_y = dataset.train_x.to(self.device), dataset.train_y.to(self.device)
-        self.test_x, self.test_y = dataset.test_x.to(self.device), dataset.test_y.to(self.device)
+        room = _room(self.device) if room is None else room
+        self.streamed = dataset.train_x.nbytes + dataset.test_x.nbytes > room
+        place = torch.device("cpu") if self.streamed else self.device
+        self.train_x, self.train_y = dataset.train_x.to(place), dataset.train_y.to(self.device)
+        self.test_x, self.test_y = dataset.test_x.to(place), dataset.test_y.to(self.device)
         kept, held_out = zip(*(_part(one, validation, seed, k) for k, one in enumerate(indices)), strict=True)
         self.validation = torch.cat(held_out).to(self.device)
         self.sizes = torch.tensor([len(one) for one in kept])  # in host memory: they decide about shapes
@@ -80,26 +88,39 @@ class FederatedData:
 
     @property
     def stock(self) -> dict[str, Tensor]:
-        """All training examples as they are stored, and what they are normalised by."""
-        return {"x": self.train_x, "y": self.train_y, "mean": self._mean, "std": self._std}
+        """What examples are normalised by and, unless they are streamed, all of them as they are stored."""
+        stored = {} if self.streamed else {"x": self.train_x, "y": self.train_y}
+        return stored | {"mean": self._mean, "std": self._std}
 
     def examples(
         self, index: Tensor, moves: Tensor | None = None, stock: dict[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
         """The examples at `index` (of any shape) of a stock, moved if asked, as the model sees them."""
-        stock = stock or self.stock
+        if stock is None:
+            stock = self.stock | self.staged(index)
+            index = torch.arange(index.numel(), device=self.device).reshape(index.shape)
         x = pictures.examples(stock["x"], index, moves, stock["mean"], stock["std"])
         return {"x": x, "y": stock["y"][index]}
 
+    def staged(self, index: Tensor) -> dict[str, Tensor]:
+        """The stored examples at `index`, in its order, on the device."""
+        own = index.flatten()
+        return {"x": self.train_x[own.to(self.train_x.device)].to(self.device), "y": self.train_y[own]}
+
     def inputs(self, x: Tensor) -> Tensor:
         """Stored examples as the model sees them: images scaled to [0, 1], then normalised."""
-        return pictures.inputs(x, self._mean, self._std)
+        return pictures.inputs(x.to(self.device), self._mean, self._std)
 
     def pictures(self, x: Tensor) -> Tensor:
         """What the model sees, as images again: uint8, clipped."""
         if self._mean.numel():
             x = x * self._std + self._mean
         return (x * 255).round().clamp(0, 255).to(torch.uint8)
+
+
+def _room(device: torch.device) -> int:
+    """The bytes that data may take up on a device: on a GPU half of what is free."""
+    return torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else sys.maxsize
 
 
 def _part(indices: Tensor, validation: float, seed: int, client: int) -> tuple[Tensor, Tensor]:

@@ -107,7 +107,8 @@ class Prepared:
         data, weights = self.data, self.experiment.algorithm.server_model(server)
         sets = {"test": (data.test_x, data.test_y)}
         if len(data.validation):
-            sets["validation"] = data.train_x[data.validation], data.train_y[data.validation]
+            held_out = data.validation.to(data.train_x.device)
+            sets["validation"] = data.train_x[held_out], data.train_y[data.validation]
         return {name: evaluate.hits(self.model, self.task, data, weights, x, y) for name, (x, y) in sets.items()}
 
     def scores(self, hits: Params) -> dict[str, float]:

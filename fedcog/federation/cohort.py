@@ -1,18 +1,18 @@
 """A cohort: clients trained together on one device, all at once (vmap) or one after another (loop), same result."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedcog import streams, tree
-from fedcog.algorithms import Algorithm, Effort, Scope
+from fedcog.algorithms import Algorithm, Effort, Extra, Scope
 from fedcog.data.federated import FederatedData
 from fedcog.federation import evaluate
 from fedcog.federation.clock import Clock
-from fedcog.federation.course import Course, Members, alone, autograd, functional, together
-from fedcog.federation.graphs import Graphs, in_turn
+from fedcog.federation.course import Course, Finish, Members, alone, autograd, functional, together
+from fedcog.federation.graphs import BURST, Graphs, in_turn
 from fedcog.federation.payloads import joined, one_alone, summed
 from fedcog.models import Model, ModelError
 from fedcog.optimiser import Optimiser
@@ -20,6 +20,10 @@ from fedcog.task import Task
 from fedcog.tree import Params, State
 
 Mapping = Literal["loop", "vmap", "graph"]
+
+PASSES, STATES = 4, 12
+"""What a client is reckoned to take up on a GPU: so many forward and backward passes, and so many times its parameters.
+Algorithms differ; where it turns out too little, fewer clients are trained at once."""
 
 
 class Outcome(NamedTuple):
@@ -40,7 +44,8 @@ class Cohort:
     """The clients that train together on one device, and how they train.
 
     `mapping` is the way: one after another ("loop"), all at once ("vmap"), or all at once with every step recorded as
-    a CUDA graph and played back ("graph"). `horizon` is the largest number of steps any client may be asked for.
+    a CUDA graph and played back ("graph"). `horizon` is the largest number of steps any client may be asked for, and
+    `limit` how many clients are trained at once, where memory does not suffice for more (None: not yet known).
     """
 
     def __init__(
@@ -58,19 +63,35 @@ class Cohort:
         self.task, self.data, self.optimiser = task, data, optimiser
         self.batch_size, self.grad_clip, self.mapping = batch_size, grad_clip, mapping
         self.horizon = 0
-        self._repeat = Graphs().repeat if mapping == "graph" else in_turn
+        self.limit: int | None = None
+        self._graphs = Graphs()
+        self._repeat = self._graphs.repeat if mapping == "graph" else in_turn
 
     @torch.no_grad()
     def train(
-        self, algorithm: Algorithm, shared: State, members: Members, round: int, lr: float, score: bool = True
+        self,
+        algorithm: Algorithm,
+        shared: State,
+        members: Members,
+        round: int,
+        lr: float,
+        score: bool = True,
+        size: int = 0,
     ) -> Outcome:
-        """One round of all members; with `score`, their local models are also tried on the test set."""
+        """One round of all members; with `score`, their local models are also tried on the test set.
+
+        Where there are fewer than `size` members, copies of the last one are trained along and thrown away: a recording
+        is of one size.
+        """
         shared = algorithm.unpack(shared, self.common(algorithm, "federation"), self.model)
         if self.mapping == "loop":
             ones = [members.one(row) for row in range(len(members.number))]
             return _one_after_another([self._train(algorithm, shared, one, round, lr, score) for one in ones])
         try:
-            return self._train(algorithm, shared, members, round, lr, score)
+            count = len(members.number)
+            rows = torch.arange(max(size, count)).clamp(max=count - 1)
+            members = members if len(rows) == count else members.some(rows)
+            return self._train(algorithm, shared, members, round, lr, score, count)
         except RuntimeError as error:
             if not any(word in str(error) for word in ("vmap", "functorch", "transform")):
                 raise
@@ -114,8 +135,40 @@ class Cohort:
         own = self.model, self.task, self.data, self.optimiser, self.batch_size, self.grad_clip
         return Course(*own, algorithm, *how, uneven)
 
+    def parts(self, count: int) -> list[slice]:
+        """So many clients in parts that are trained at once: all of them, if memory suffices."""
+        if self.limit is None:
+            self.limit = self._limit(count)
+        size = -(-count // -(-count // min(self.limit, count)))  # parts as even as can be
+        return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+    def shrink(self) -> bool:
+        """Make do with half as many clients at once; False where one is too much already."""
+        if self.limit is None or self.limit <= 1 or self.mapping == "loop":
+            return False
+        self.limit = -(-self.limit // 2)
+        self._graphs.forget()
+        return True
+
+    def _limit(self, count: int) -> int:
+        """How many clients fit into what is free of a GPU, by what one forward and backward pass of one takes up."""
+        device = self.data.device
+        if self.mapping == "loop" or device.type != "cuda":
+            return max(count, 1)
+        torch.cuda.empty_cache()
+        before, free = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)[0]
+        torch.cuda.reset_peak_memory_stats(device)
+        x = torch.zeros((self.batch_size, *self.model.input_shape), dtype=self.data.dtype, device=device)
+        buffers = {name: value.clone() for name, value in self.model.buffers.items()}
+        autograd(
+            lambda params, batch: self.model.forward(params, buffers, batch["x"])[0].sum(), self.model.params, {"x": x}
+        )
+        passes = torch.cuda.max_memory_allocated(device) - before
+        state = sum(value.nbytes for value in self.model.params.values())
+        return max(1, min(count, int(0.8 * free) // (PASSES * passes + STATES * state)))
+
     def _train(
-        self, algorithm: Algorithm, shared: State, members: Members, round: int, lr: float, score: bool
+        self, algorithm: Algorithm, shared: State, members: Members, round: int, lr: float, score: bool, count: int = 1
     ) -> Outcome:
         device, dtype = self.data.device, self.data.dtype
         clock, longest = Clock(device), int(members.steps.max())
@@ -142,26 +195,17 @@ class Cohort:
         extra = course.extra(fixed, buffers, zero, draft)
         clock.lap("generation")
 
-        plan = self.data.plan(round, numbers, steps, self.batch_size)
-        drawn = self.draws(algorithm, "step", round, numbers, steps)
-        sizes = {group: next(iter(part.values())).shape[int(stacked)] for group, part in extra.groups.items()}
-
-        def led(plan: Tensor) -> Tensor:
-            """A plan [client, step, ...] with the step leading, and no client axis for one alone."""
-            return plan.transpose(0, 1) if stacked else plan[0]
-
-        fixed |= {
-            "stock": self.data.stock,
-            "picks": led(plan.picks),
-            "moves": {} if plan.moves is None else {"all": led(plan.moves)},
-            "extra": extra.groups,
-            "served": {group: led(self._windows(group, size, numbers, round, steps)) for group, size in sizes.items()},
-            "drawn": tree.apply(led, drawn),
-        }
+        plan = self._plan(algorithm, round, numbers, steps, extra, stacked)
+        fixed |= {"extra": extra.groups, "stock": self.data.stock}
         state = course.start(fixed, buffers, zero)
-        state = self._repeat(course.advance, ("training", algorithm, course.uneven), state, fixed, longest)
+        for first, times, part, staged in self._parts(plan, longest):
+            given = fixed | {"plan": part, "staged": staged, "first": zero + first}
+            state = self._repeat(course.advance, ("training", algorithm, course.uneven), state, given, times)
         length = self.optimiser.length(members.steps, lr).to(dtype)
         done = course.finish(state, fixed, Effort(members.steps, torch.full_like(members.weight, lr), length))
+        loss = state["loss"] / members.steps
+        if len(numbers) > count:
+            done, loss = Finish(**tree.pick(done._asdict(), slice(count))), loss[:count]
         total = summed(done.payload, done.sound) if stacked else one_alone(done.payload)
         clock.lap("training")
         hits = None
@@ -170,30 +214,65 @@ class Cohort:
             hits = evaluate.hits(self.model, self.task, data, done.local, data.test_x, data.test_y, each)
         clock.lap("evaluation")
         exhibit = tree.pick(extra.exhibit, 0) if stacked else extra.exhibit
-        loss = state["loss"] / members.steps
         return Outcome(
             *(done.kept, total, done.sound, done.keepable, loss, done.distance, hits, exhibit, clock.seconds)
         )
 
-    def _windows(self, group: str, size: int, numbers: Tensor, round: int, steps: int) -> Tensor:
-        """[client, step, place]: which of a group's extra examples each step is served."""
-        sizes, length = torch.full_like(numbers, size), steps * self.batch_size
-        index = streams.windows(self.data.seed, f"extra/{group}", round, numbers.to(self.data.device), sizes, length)
-        return index.reshape(len(numbers), steps, self.batch_size)
+    def _plan(
+        self, algorithm: Algorithm, round: int, numbers: Tensor, steps: int, extra: Extra, stacked: bool
+    ) -> State:
+        """Everything that the steps of a round are served, laid out beforehand; the step axis leads."""
+        own, there = self.data.plan(round, numbers, steps, self.batch_size), numbers.to(self.data.device)
+        served = {}
+        for group, part in extra.groups.items():
+            sizes = torch.full_like(numbers, next(iter(part.values())).shape[int(stacked)])
+            length = steps * self.batch_size
+            index = streams.windows(self.data.seed, f"extra/{group}", round, there, sizes, length)
+            served[group] = index.reshape(len(numbers), steps, self.batch_size)
+        plan = {"picks": own.picks, "served": served, "drawn": self.draws(algorithm, "step", round, numbers, steps)}
+        plan |= {} if own.moves is None else {"moves": own.moves}
+        return tree.apply(lambda value: value.transpose(0, 1) if stacked else value[0], plan)
+
+    def _parts(self, plan: State, steps: int) -> Iterator[tuple[int, int, State, Params]]:
+        """The plan part by part: (first step, steps, plan, what is staged for it); of data at hand there is one part."""
+        if not self.data.streamed:
+            yield 0, steps, plan, {}
+            return
+        for first in range(0, steps, BURST):
+            rows = torch.arange(first, first + BURST, device=self.data.device).clamp(max=len(plan["picks"]) - 1)
+            part = tree.apply(lambda value, rows=rows: value[rows], plan)
+            staged = self.data.staged(part["picks"])
+            order = torch.arange(part["picks"].numel(), device=self.data.device)
+            yield first, min(BURST, steps - first), part | {"picks": order.reshape(part["picks"].shape)}, staged
 
 
 def _one_after_another(done: list[Outcome]) -> Outcome:
     """The outcomes of clients that were trained alone, as that of a cohort."""
+    ones = [
+        one._replace(
+            kept=tree.stack([one.kept]),
+            total=one.total if one.sound else {},
+            hits=None if one.hits is None else one.hits[None],
+            **{name: getattr(one, name)[None] for name in ("sound", "keepable", "loss", "distance")},
+        )
+        for one in done
+    ]
+    return side_by_side(ones)
+
+
+def side_by_side(done: Sequence[Outcome]) -> Outcome:
+    """The outcomes of parts of a cohort, as that of the whole."""
+    if len(done) == 1:
+        return done[0]
+    hits = [one.hits for one in done if one.hits is not None]
+    together = {
+        name: torch.cat([getattr(one, name) for one in done]) for name in ("sound", "keepable", "loss", "distance")
+    }
     return Outcome(
-        kept=tree.stack([outcome.kept for outcome in done]),
-        total=joined([outcome.total for outcome in done if outcome.sound]),
-        sound=torch.stack([outcome.sound for outcome in done]),
-        keepable=torch.stack([outcome.keepable for outcome in done]),
-        loss=torch.stack([outcome.loss for outcome in done]),
-        distance=torch.stack([outcome.distance for outcome in done]),
-        hits=torch.stack([outcome.hits for outcome in done if outcome.hits is not None])
-        if done[0].hits is not None
-        else None,
+        kept=tree.apply(lambda *parts: torch.cat(parts), *(one.kept for one in done)),
+        total=joined([one.total for one in done if one.total]),
+        hits=torch.cat(hits) if hits else None,
         exhibit=done[0].exhibit,
         seconds=lambda: {part: sum(one.seconds()[part] for one in done) for part in done[0].seconds()},
+        **together,
     )

@@ -32,6 +32,12 @@ class Members(NamedTuple):
     counts: Tensor
     steps: Tensor
 
+    def some(self, rows: Tensor) -> "Members":
+        """Some of them, in this order; `rows` lie in host memory, as numbers and steps do."""
+        there = rows.to(self.weight.device)
+        own = tree.pick(self.own, there)
+        return Members(self.number[rows], own, self.weight[there], self.counts[there], self.steps[rows])
+
     def one(self, row: int) -> "Members":
         """One of them alone, with no client axis."""
         return Members(self.number[row], tree.pick(self.own, row), self.weight[row], self.counts[row], self.steps[row])
@@ -163,11 +169,13 @@ class Course(NamedTuple):
 
     def batch(self, fixed: State, step: Tensor) -> Batch:
         """What the members are served at a step: real examples, extra ones by group, and random tensors."""
-        moves = _at(fixed["moves"], step).get("all")
-        batch: Batch = self.data.examples(_at({"picks": fixed["picks"]}, step)["picks"], moves, fixed["stock"])
-        for group, index in _at(fixed["served"], step).items():
+        now = (step - fixed["first"]).reshape(1)  # the plan at hand may begin with a later step
+        plan: State = tree.apply(lambda value: value.index_select(0, now)[0], fixed["plan"])
+        stock = fixed["stock"] | fixed["staged"]
+        batch: Batch = self.data.examples(plan["picks"], plan.get("moves"), stock)
+        for group, index in plan["served"].items():
             batch[group] = self.each(tree.pick)(fixed["extra"][group], index)
-        return batch | {"draws": _at(fixed["drawn"], step)}
+        return batch | {"draws": plan["drawn"]}
 
     def finish(self, state: State, fixed: State, effort: Effort) -> Finish:
         """What the members keep and send, the models they would use, and whether all of it is finite."""
@@ -181,11 +189,6 @@ class Course(NamedTuple):
 
         found: Finish = self.each(end)(state["params"], state["buffers"], Members(**fixed["members"]), effort)
         return found
-
-
-def _at(plan: State, step: Tensor) -> State:
-    """The part of a plan, whose steps lead, that belongs to one step."""
-    return tree.apply(lambda value: value.index_select(0, step.reshape(1))[0], plan)
 
 
 def _like(busy: Tensor, value: Tensor) -> Tensor:

@@ -136,6 +136,11 @@ class Graphs:
         recording = self._kept[key]
         return in_turn(step, key, state, fixed, times) if recording is None else recording.play(state, fixed, times)
 
+    def forget(self) -> None:
+        """Give back the memory of all recordings."""
+        self._kept.clear()
+        torch.cuda.empty_cache()
+
     def _record(self, step: Step, state: State, fixed: State) -> Recording | None:
         layout, reason = Layout(step, state, fixed), ""
         if self.fuse:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedcog.algorithms import Algorithm, Origin
 from fedcog.federation import evaluate
-from fedcog.federation.cohort import Cohort, Outcome
+from fedcog.federation.cohort import Cohort, Outcome, side_by_side
 from fedcog.federation.course import Members
 from fedcog.federation.evaluate import accuracy, own_accuracy
 from fedcog.federation.rounds import Diverged, Gathered, Report
@@ -32,7 +32,7 @@ class Simulation:
         weights: Weights = "examples",
         skip_diverged: bool = False,
     ) -> None:
-        self.cohort, self.store, self.skip_diverged = cohort, Store(), skip_diverged
+        self.cohort, self.store, self.skip_diverged = cohort, Store(cohort.data.device), skip_diverged
         data, task = cohort.data, cohort.task
         self.counts = torch.stack([task.counts(data.labels(client)) for client in range(data.clients)])
         self.totals = task.counts(data.test_y).cpu()
@@ -66,29 +66,53 @@ class Simulation:
         before: Tensor | None,
     ) -> Gathered:
         """The sum of the clients' payloads, and what was found. `before`: the sent model's hits, if scores are wanted."""
-        number = torch.tensor(clients)
-        rows = number.to(self.counts.device)
-        own = self.store.take(clients, algorithm, shared)
-        members = Members(number, own, self.weights[rows], self.counts[rows], self.steps[number])
-        outcome = self.cohort.train(algorithm, shared, members, round, lr, score=before is not None)
+        outcome, kept = self._train(algorithm, shared, clients, round, lr, before is not None)
+        rows = torch.tensor(clients).to(self.counts.device)
         findings: State = {
             "sound": outcome.sound,
             "whole": outcome.sound & outcome.keepable.to(outcome.sound.device),
             "loss": outcome.loss,
             "distance": outcome.distance,
-            "weight": members.weight,
-            "counts": members.counts,
+            "weight": self.weights[rows],
+            "counts": self.counts[rows],
             "exhibit": outcome.exhibit,
         }
         findings |= {} if outcome.hits is None else {"hits": outcome.hits}
 
         def settle(read: State) -> Report:
-            return self._settle(clients, round, before, read, outcome)
+            return self._settle(clients, round, before, read, outcome, kept)
 
         return Gathered(outcome.total, findings, settle)
 
+    def _train(
+        self, algorithm: Algorithm, shared: State, clients: Sequence[int], round: int, lr: float, score: bool
+    ) -> tuple[Outcome, list[State]]:
+        """What comes of the clients' round, and what each would keep; part by part where memory asks for it."""
+        parts, done, kept = self.cohort.parts(len(clients)), list[Outcome](), list[State]()
+        try:
+            for part in parts:
+                some = clients[part]
+                number, own = torch.tensor(some), self.store.take(some, algorithm, shared)
+                rows = number.to(self.counts.device)
+                members = Members(number, own, self.weights[rows], self.counts[rows], self.steps[number])
+                outcome = self.cohort.train(algorithm, shared, members, round, lr, score, size=parts[0].stop)
+                kept += self.store.rows(some, outcome.kept)
+                done.append(outcome._replace(kept={}))
+        except torch.cuda.OutOfMemoryError:
+            del done, kept
+            if not self.cohort.shrink():
+                raise
+            return self._train(algorithm, shared, clients, round, lr, score)
+        return side_by_side(done), kept
+
     def _settle(
-        self, clients: Sequence[int], round: int, before: Tensor | None, read: State, outcome: Outcome
+        self,
+        clients: Sequence[int],
+        round: int,
+        before: Tensor | None,
+        read: State,
+        outcome: Outcome,
+        kept: list[State],
     ) -> Report:
         """What is known of the round, from what was read of its findings; the clients' states are kept if all is well."""
         sound, whole = read["sound"].tolist(), read["whole"].tolist()
@@ -96,7 +120,7 @@ class Simulation:
         odd = [client for row, client in enumerate(clients) if not whole[row]]
         if odd and (not self.skip_diverged or len(lost) == len(clients)):
             raise Diverged(odd, round)
-        self.store.put(clients, outcome.kept, whole)
+        self.store.put(clients, kept, whole)
         loss, distance = read["loss"].tolist(), read["distance"].tolist()
         local: list[dict[str, float | int]] = [
             {"client": client, "loss": loss[row], "distance": distance[row]} for row, client in enumerate(clients)

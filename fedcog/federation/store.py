@@ -1,5 +1,6 @@
 """What the clients keep between rounds."""
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -10,21 +11,38 @@ from fedcog.tree import Params, State
 
 
 class Store:
-    """Every client's kept state, by client number; who never took part has none yet."""
+    """Every client's kept state, by client number; who never took part has none yet.
 
-    def __init__(self) -> None:
+    States stay on the device they come from while they take up no more than `room` bytes there (by default a quarter
+    of what is free on a GPU); those of further clients go to host memory and are fetched when their turn comes.
+    """
+
+    def __init__(self, device: torch.device | None = None, room: int | None = None) -> None:
+        self._device = device or torch.device("cpu")
+        free = torch.cuda.mem_get_info(self._device)[0] // 4 if self._device.type == "cuda" else sys.maxsize
+        self._room = free if room is None else room
         self._kept: dict[int, State] = {}
 
     def take(self, clients: Sequence[int], algorithm: Algorithm, shared: State) -> State:
         """The clients' states, stacked; a newcomer's is what the algorithm starts one with."""
         newcomer = algorithm.client_init(shared)
-        return tree.stack([self._kept.get(client, newcomer) for client in clients])
+        return tree.stack([tree.to(self._kept.get(client, newcomer), self._device) for client in clients])
 
-    def put(self, clients: Sequence[int], kept: State, sound: Sequence[bool]) -> None:
-        """Keep the clients' stacked states, but for those that are not sound: theirs stay as they were."""
-        for row, client in enumerate(clients):
-            if sound[row]:
-                self._kept[client] = tree.apply(torch.clone, tree.pick(kept, row))
+    def put(self, clients: Sequence[int], kept: Sequence[State], sound: Sequence[bool]) -> None:
+        """Keep the clients' states, but for those that are not sound: theirs stay as they were."""
+        for client, state, whole in zip(clients, kept, sound, strict=True):
+            if whole:
+                self._kept[client] = state
+
+    def rows(self, clients: Sequence[int], kept: State) -> list[State]:
+        """Stacked states one by one, each where there is room for it."""
+        size = sum(value.nbytes for value in tree.flatten(kept).values()) // max(len(clients), 1)
+        near = sorted(self._kept.keys() | set(clients))[: self._room // max(size, 1)]
+        here, host = set(near), torch.device("cpu")
+        states = [tree.apply(torch.clone, tree.pick(kept, row)) for row in range(len(clients))]
+        return [
+            state if client in here else tree.to(state, host) for client, state in zip(clients, states, strict=True)
+        ]
 
     def flatten(self) -> Params:
         """Everything, as one flat dict of tensors."""

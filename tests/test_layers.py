@@ -80,7 +80,7 @@ def test_the_data_room_knows_only_torch_numpy_and_streams() -> None:
         ("matplotlib", {name for name in map(name_of, MODULES) if name.startswith("fedcog.experiments.report.")}),
         ("rich", {"fedcog.console"}),
         ("argparse", {"fedcog.cli", "fedcog.flags"}),
-        ("safetensors", {"fedcog.experiments.record"}),
+        ("safetensors", {"fedcog.experiments.record", "fedcog.federation.messages"}),
         ("flwr", set()),
         ("pickle", set()),
     ],

@@ -86,7 +86,12 @@ class Experiment:
         "auto", "clients one after another or together; auto: together on a GPU", identity=False
     )
     precision: Literal["float32", "float64"] = setting("float32", "of parameters and arithmetic")
-    threads: int = setting(0, "CPU threads; 0: as torch chooses", ">= 0", "<= 1024", identity=False)
+    threads: int = setting(
+        0, "CPU threads, of all workers together; 0: as torch chooses", ">= 0", "<= 1024", identity=False
+    )
+    workers: int = setting(
+        0, "CPU: processes that train clients side by side; 0: as many as pay", ">= 0", "<= 1024", identity=False
+    )
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, all faults at once."""

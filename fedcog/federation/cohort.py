@@ -1,7 +1,7 @@
 """The one local-training loop: a cohort of clients at once (vmap) or one after another (loop), same result."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from fedcog.data.federated import FederatedData, Plan
 from fedcog.federation import evaluate
 from fedcog.federation.evaluate import Each
 from fedcog.federation.payloads import finite, joined, one_alone, summed
+from fedcog.federation.workers import Duty, Workers
 from fedcog.models import Model, ModelError
 from fedcog.optimiser import Motion, Optimiser, clip
 from fedcog.task import Task
@@ -32,8 +33,9 @@ class Members(NamedTuple):
     steps: Tensor
 
     def one(self, row: int) -> "Members":
-        """One of them alone, with no client axis."""
-        return Members(self.number[row], tree.pick(self.own, row), self.weight[row], self.counts[row], self.steps[row])
+        """One of them alone, with no client axis; its state lies in memory as if it had never been in a stack."""
+        own = tree.apply(torch.clone, tree.pick(self.own, row))
+        return Members(self.number[row], own, self.weight[row], self.counts[row], self.steps[row])
 
 
 class Outcome(NamedTuple):
@@ -63,15 +65,19 @@ class Cohort:
         batch_size: int,
         grad_clip: float = 0.0,
         mapping: Mapping = "loop",
+        workers: int = 1,
     ) -> None:
         self.model, self.task, self.data, self.optimiser = model, task, data, optimiser
-        self.batch_size, self.grad_clip, self.mapping = batch_size, grad_clip, mapping
+        self.batch_size, self.grad_clip, self.mapping, self.workers = batch_size, grad_clip, mapping, workers
+        self._crew: tuple[Algorithm, Workers] | None = None
 
     @torch.no_grad()
     def train(
         self, algorithm: Algorithm, shared: State, members: Members, round: int, lr: float, score: bool = True
     ) -> Outcome:
         """One round of all members; with `score`, their local models are also tried on the test set."""
+        if self.mapping == "loop" and self.workers > 1 and len(members.number) > 1:
+            return self._side_by_side(algorithm, shared, members, round, lr, score)
         shared = algorithm.unpack(shared, self.common(algorithm, "federation"), self.model)
         if self.mapping == "vmap":
             try:
@@ -88,17 +94,41 @@ class Cohort:
                 raise ModelError(f"clients cannot be trained together here ({reason}): set --mapping loop.") from error
         ones = [members.one(row) for row in range(len(members.number))]
         done = [self._train(_alone, autograd, algorithm, shared, one, round, lr, score) for one in ones]
-        return Outcome(
-            kept=tree.stack([outcome.kept for outcome in done]),
-            total=joined([outcome.total for outcome in done if outcome.sound]),
-            sound=torch.stack([outcome.sound for outcome in done]),
-            keepable=torch.stack([outcome.keepable for outcome in done]),
-            loss=torch.stack([outcome.loss for outcome in done]),
-            distance=torch.stack([outcome.distance for outcome in done]),
-            hits=torch.stack([outcome.hits for outcome in done if outcome.hits is not None]) if score else None,
-            exhibit=done[0].exhibit,
-            seconds={part: sum(outcome.seconds[part] for outcome in done) for part in done[0].seconds},
-        )
+        return _together(done)
+
+    def _side_by_side(
+        self, algorithm: Algorithm, shared: State, members: Members, round: int, lr: float, score: bool
+    ) -> Outcome:
+        """The loop's round in worker processes; whoever has most steps goes first, so that all end at about a time."""
+        began = time.perf_counter()
+        if self._crew is None or self._crew[0] is not algorithm or self._crew[1].ended:
+            self.close()
+            count = min(self.workers, len(members.number))
+
+            @torch.no_grad()
+            def begin(common: State) -> Duty:
+                shared = algorithm.unpack(common["shared"], self.common(algorithm, "federation"), self.model)
+
+                @torch.no_grad()
+                def train(one: State) -> State:
+                    rest = common["round"], common["lr"], common["score"]
+                    return self._train(_alone, autograd, algorithm, shared, Members(**one), *rest)._asdict()
+
+                return train
+
+            self._crew = algorithm, Workers(count, max(1, torch.get_num_threads() // count), begin)
+        ones = [members.one(row)._asdict() for row in range(len(members.number))]
+        common = {"shared": shared, "round": round, "lr": lr, "score": score}
+        order = members.steps.argsort(descending=True, stable=True).tolist()
+        done = _together([Outcome(**one) for one in self._crew[1].map(common, ones, order)])
+        share = (time.perf_counter() - began) / sum(done.seconds.values())
+        return done._replace(seconds={part: share * seconds for part, seconds in done.seconds.items()})
+
+    def close(self) -> None:
+        """End the worker processes, if there are any; the next round would start others."""
+        if self._crew is not None:
+            self._crew[1].close()
+        self._crew = None
 
     def draws(self, algorithm: Algorithm, scope: Scope, round: int, numbers: Tensor, steps: int = 1) -> State:
         """The random tensors of one scope that the algorithm asks for in a round, one for each of `numbers`."""
@@ -240,6 +270,22 @@ class Cohort:
         sizes = torch.full_like(numbers, size)
         index = streams.windows(self.data.seed, f"extra/{group}", round, numbers, sizes, steps * self.batch_size)
         return _by_step(index.reshape(len(numbers), steps, self.batch_size), members)
+
+
+def _together(done: Sequence[Outcome]) -> Outcome:
+    """The outcomes of clients that trained alone, as that of a cohort."""
+    hits = [outcome.hits for outcome in done if outcome.hits is not None]
+    return Outcome(
+        kept=tree.stack([outcome.kept for outcome in done]),
+        total=joined([outcome.total for outcome in done if outcome.sound]),
+        sound=torch.stack([outcome.sound for outcome in done]),
+        keepable=torch.stack([outcome.keepable for outcome in done]),
+        loss=torch.stack([outcome.loss for outcome in done]),
+        distance=torch.stack([outcome.distance for outcome in done]),
+        hits=torch.stack(hits) if hits else None,
+        exhibit=done[0].exhibit,
+        seconds={part: sum(outcome.seconds[part] for outcome in done) for part in done[0].seconds},
+    )
 
 
 class _Clock:

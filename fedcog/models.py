@@ -38,6 +38,8 @@ class Model:
         trained = {name: value for name, value in sorted(module.named_parameters()) if value.requires_grad}
         self.params: Params = {name: value.detach() for name, value in trained.items()}
         self.buffers: Params = {name: value for name, value in sorted(module.named_buffers()) if name in moving}
+        named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        self._tied = len({id(value) for _, value in named}) < len(named)  # looking for ties at every call costs 5%
         self._train = copy.deepcopy(module).requires_grad_(False).train()
         self._eval = copy.deepcopy(module).requires_grad_(False).eval()
 
@@ -81,11 +83,11 @@ class Model:
         seen = list[Tensor]()
         known = {name: weights[name] for name in (*self.params, *self.buffers)}
         if self.head is None:
-            logits: Tensor = functional_call(module, known, (x,))
+            logits: Tensor = functional_call(module, known, (x,), tie_weights=self._tied)
             return logits, None
         hook = module.get_submodule(self.head).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
         try:
-            logits = functional_call(module, known, (x,))
+            logits = functional_call(module, known, (x,), tie_weights=self._tied)
         finally:
             hook.remove()
         return logits, seen[-1]

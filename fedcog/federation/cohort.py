@@ -108,19 +108,21 @@ class Cohort:
             @torch.no_grad()
             def begin(common: State) -> Duty:
                 shared = algorithm.unpack(common["shared"], self.common(algorithm, "federation"), self.model)
+                members, rest = Members(own={}, **common["members"]), (common["round"], common["lr"], common["score"])
 
                 @torch.no_grad()
-                def train(one: State) -> State:
-                    rest = common["round"], common["lr"], common["score"]
-                    return self._train(_alone, autograd, algorithm, shared, Members(**one), *rest)._asdict()
+                def train(item: State) -> State:
+                    one = members.one(item["row"])._replace(own=item["own"])
+                    return self._train(_alone, autograd, algorithm, shared, one, *rest)._asdict()
 
                 return train
 
             self._crew = algorithm, Workers(count, max(1, torch.get_num_threads() // count), begin)
-        ones = [members.one(row)._asdict() for row in range(len(members.number))]
-        common = {"shared": shared, "round": round, "lr": lr, "score": score}
+        known = {name: value for name, value in members._asdict().items() if name != "own"}
+        common = {"shared": shared, "members": known, "round": round, "lr": lr, "score": score}
+        items = [{"row": row, "own": tree.pick(members.own, row)} for row in range(len(members.number))]
         order = members.steps.argsort(descending=True, stable=True).tolist()
-        done = _together([Outcome(**one) for one in self._crew[1].map(common, ones, order)])
+        done = _together([Outcome(**one) for one in self._crew[1].map(common, items, order)])
         share = (time.perf_counter() - began) / sum(done.seconds.values())
         return done._replace(seconds={part: share * seconds for part, seconds in done.seconds.items()})
 

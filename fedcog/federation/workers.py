@@ -74,17 +74,17 @@ class Workers:
 
         def hand_out(line: Connection) -> None:
             busy[line] = left.popleft()
-            messages.send(line, messages.pack({"item": items[busy[line]]}))
+            line.send_bytes(messages.pack({"item": items[busy[line]]}))
 
         line = next(iter(self._crew))
         try:
             for line in list(self._crew)[: len(items)]:
-                messages.send(line, shared)
+                line.send_bytes(shared)
                 hand_out(line)
             while busy:
                 for ready in wait(list(busy)):
                     line = ready  # type: ignore[assignment]
-                    found[busy.pop(line)] = _checked(messages.receive(line))
+                    found[busy.pop(line)] = _checked(messages.unpack(line.recv_bytes()))
                     if left:
                         hand_out(line)
         except (EOFError, ConnectionError) as error:
@@ -139,7 +139,7 @@ def _answer(line: Connection, threads: int, begin: Callable[[State], Duty]) -> N
     try:
         torch.set_num_threads(threads)
         while True:
-            message = messages.receive(line)
+            message = messages.unpack(line.recv_bytes())
             try:
                 if "common" in message:
                     duty = begin(message["common"])
@@ -148,7 +148,7 @@ def _answer(line: Connection, threads: int, begin: Callable[[State], Duty]) -> N
                 answer = messages.pack(duty(message["item"]))
             except BaseException as error:
                 answer = messages.pack({"error": _told(error)})
-            messages.send(line, answer)
+            line.send_bytes(answer)
     finally:  # also when the line ends: nobody is left to work for
         os._exit(0)
 

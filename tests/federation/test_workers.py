@@ -74,9 +74,8 @@ def test_workers_change_no_bit(algorithm: Algorithm, dtype: torch.dtype) -> None
     lines = [[round.line for round in small.run()] for small in (alone, beside)]
     for one, other in zip(*lines, strict=True):
         assert one | {"seconds": 0} == other | {"seconds": 0}
-        assert (
-            sum(other["seconds"].values()) <= 2.01 * other["seconds"]["total"]
-        )  # parts are shares of the clock's time
+        total = other["seconds"].pop("total")
+        assert sum(other["seconds"].values()) <= 1.01 * total  # parts are shares of the clock's time
     beside.backend.cohort.close()
     kept = [{"server": small.server, "clients": small.backend.store.flatten()} for small in (alone, beside)]
     one, other = (fedcog.tree.flatten(state) for state in kept)

@@ -24,6 +24,7 @@ from fedcog.experiments.prepare import check_ready, check_runnable, share_out
 from fedcog.experiments.record import RecordError, RunDirectory
 from fedcog.experiments.run import Interrupted, default_out, read, run
 from fedcog.federation.rounds import Diverged
+from fedcog.federation.workers import WorkerDied
 from fedcog.flags import Parser
 from fedcog.models import ModelError
 from fedcog.settings import ConfigError
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     except ConfigError as error:
         return console.faults(error.faults)
-    except (DataError, PartitionError, ModelError, RecordError) as error:
+    except (DataError, PartitionError, ModelError, RecordError, WorkerDied) as error:
         return console.faults([str(error)])
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         signs = ("out of memory", "allocate memory", "Storage size calculation overflowed")

@@ -35,7 +35,7 @@ def generate(
     recipe: Recipe,
     gradient: Gradient,
 ) -> Params:
-    """Inputs {"x"} made of `noise` that `teacher` gives `labels` to and on which `student` disagrees with it (eq. 1)."""
+    """Inputs {"x"} made of `noise` that `teacher` gives `labels` to and on which `student` disagrees (eq. 1)."""
     made = begin(noise, labels, recipe)
     loss = objective(task, model, teacher, student, recipe.disagreement, len(noise))
     for step in torch.arange(recipe.steps, device=noise.device):
@@ -77,7 +77,7 @@ def improve(
     """The inputs after one more step of Adam (Kingma & Ba, ICLR 2015); `step` counts from 0, and only inputs learn."""
     (first, second), epsilon, count = recipe.betas, 1e-8, (step + 1).double()
     size = recipe.batch or len(made["x"])
-    parts = zip(made["x"].split(size), made["y"].split(size), strict=True)
+    parts = zip(torch.split(made["x"], size), torch.split(made["y"], size), strict=True)
     slope = torch.cat([gradient(loss, {"x": x}, {"y": y})[0]["x"] for x, y in parts])
     mean = first * made["mean"] + (1 - first) * slope
     square = second * made["square"] + (1 - second) * slope * slope

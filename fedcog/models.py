@@ -36,6 +36,8 @@ class Model:
         for part in module.modules():
             if "num_batches_tracked" in part._buffers:  # a counter no result depends on; vmap cannot write to it
                 part._buffers["num_batches_tracked"] = None
+        named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        self._tied = len({id(value) for _, value in named}) < len(named)  # looking for ties at every call costs 5%
         # In order of their names, as files give them back: sums over a model are then the same after a resume.
         trained = {name: value for name, value in sorted(module.named_parameters()) if value.requires_grad}
         self.params: Params = {name: value.detach() for name, value in trained.items()}
@@ -95,7 +97,7 @@ class Model:
             if self.head is not None:
                 last = module.get_submodule(self.head)
                 around.callback(last.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0])).remove)
-            logits: Tensor = functional_call(module, known, (x,))
+            logits: Tensor = functional_call(module, known, (x,), tie_weights=self._tied)
         features = seen[-1].to(x.dtype) if seen else None
         return logits.to(x.dtype), features, layers.renewed
 

@@ -60,7 +60,7 @@ class Optimiser:
     def _adam(self, now: list[Tensor], slopes: list[Tensor], motion: Motion, lr: Tensor) -> Moved:
         beta1, beta2, epsilon, step = 0.9, 0.999, 1e-8, (motion.step + 1).double()
         if self.kind == "adamw" and self.weight_decay:
-            now = torch._foreach_mul(now, 1 - lr * self.weight_decay)
+            now = list(torch._foreach_mul(now, 1 - lr * self.weight_decay))
         first = torch._foreach_lerp(list(motion.first.values()), slopes, 1 - beta1)
         second = torch._foreach_mul(list(motion.second.values()), beta2)
         second = torch._foreach_add(second, torch._foreach_mul(slopes, slopes), alpha=1 - beta2)

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 try:
-    from fedcog.layers import kernels
+    from fedcog.kernels import pictures as kernels
 except ImportError:  # there is no Triton here
     kernels = None  # type: ignore[assignment]
 
@@ -22,7 +22,8 @@ def inputs(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 def examples(stored: Tensor, index: Tensor, moves: Tensor | None, mean: Tensor, std: Tensor) -> Tensor:
     """The stored examples at `index` (of any shape), each moved as `moves` (down, right, flip) says, as inputs."""
     if stored.device.type == "cuda" and moves is not None and kernels is not None and mean.dtype == torch.float32:
-        return moved_images(stored, index, moves, mean, std)
+        made: Tensor = moved_images(stored, index, moves, mean, std)
+        return made
     x = stored[index.flatten()]
     if moves is not None:
         x = _move(x, moves.reshape(-1, 3))

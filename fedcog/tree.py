@@ -64,7 +64,7 @@ def stack(states: Sequence[State]) -> State:
     return apply(lambda *values: torch.stack(values), *states)
 
 
-def pick(state: State, index: int | Tensor) -> State:
+def pick(state: State, index: int | slice | Tensor) -> State:
     """The entry (or entries) `index` of a stacked state's leading axis."""
     return apply(lambda value: value[index], state)
 
@@ -85,7 +85,7 @@ def read(state: State) -> State:
     wanted = {name: value for name, value in flat.items() if value.device.type != "cpu"}
     if wanted:
         whole = torch.cat([value.detach().flatten().double() for value in wanted.values()]).cpu()
-        parts = whole.split([value.numel() for value in wanted.values()])
+        parts = torch.split(whole, [value.numel() for value in wanted.values()])
         for (name, value), part in zip(wanted.items(), parts, strict=True):
             flat[name] = part.reshape(value.shape).to(value.dtype)
     return unflatten(flat)

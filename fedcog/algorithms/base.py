@@ -202,7 +202,7 @@ class Algorithm:
         return 0
 
     def redraft(self, draft: State, site: Site) -> State:
-        """The draft, improved once; `site.step` counts from 0. It keeps its form: the same tensors of the same shapes."""
+        """The draft, improved once, in the same form; `site.step` counts from 0."""
         return draft
 
     def extra_data(self, site: Site, draft: State) -> Extra:

@@ -84,14 +84,19 @@ class Experiment:
     device: str = setting("auto", "where to compute: auto, cpu, cuda, cuda:1, ...", identity=False)
     mapping: Literal["auto", "loop", "vmap", "graph"] = setting(
         "auto",
-        "clients one after another (loop), together (vmap), or together as recorded CUDA graphs; auto: the last on a GPU",
+        "clients one after another, together, or together as recorded CUDA graphs; auto: graph on a GPU, else loop",
         identity=False,
     )
     precision: Literal["float32", "bfloat16", "float64"] = setting(
         "float32", "of parameters and arithmetic; bfloat16: products only, the rest in float32"
     )
     tf32: bool = setting(False, "GPU: make float32 products in TF32, which is faster and has 10 bits of fraction")
-    threads: int = setting(0, "CPU threads; 0: as torch chooses", ">= 0", "<= 1024", identity=False)
+    threads: int = setting(
+        0, "CPU threads, of all workers together; 0: as torch chooses", ">= 0", "<= 1024", identity=False
+    )
+    workers: int = setting(
+        0, "CPU: processes that train clients side by side; 0: as many as pay", ">= 0", "<= 1024", identity=False
+    )
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, all faults at once."""

@@ -5,6 +5,9 @@ import functools
 import hashlib
 import inspect
 import json
+import multiprocessing
+import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +18,7 @@ from fedcog.data import DataError, Dataset, FederatedData, partition, sources
 from fedcog.data.partition import Rule
 from fedcog.experiments.config import Experiment, Recorded, RecordedWrapper, layers, name_of
 from fedcog.federation import evaluate, graphs
-from fedcog.federation.cohort import Cohort
+from fedcog.federation.cohort import Cohort, Mapping
 from fedcog.federation.rounds import Schedule, round_half_up
 from fedcog.federation.selection import PowerOfChoice, Selection, Uniform
 from fedcog.federation.simulation import Simulation
@@ -63,6 +66,8 @@ class Prepared:
         self.network = repr(module)
         self.model = Model(module, shape, classes, experiment.batch_size).to(self.device, dtype)
         self.task = SingleLabel(classes)
+        mapping: Mapping = "graph" if self.device.type == "cuda" else "loop"
+        mapping = mapping if experiment.mapping == "auto" else experiment.mapping
         cohort = Cohort(
             self.model,
             self.task,
@@ -70,9 +75,8 @@ class Prepared:
             Optimiser(experiment.optimizer, experiment.momentum, experiment.weight_decay),
             batch_size=experiment.batch_size,
             grad_clip=experiment.grad_clip,
-            mapping=("graph" if self.device.type == "cuda" else "loop")
-            if experiment.mapping == "auto"
-            else experiment.mapping,
+            mapping=mapping,
+            workers=workers(experiment.workers) if self.device.type == "cpu" else 1,
         )
         self.backend = Simulation(
             cohort,
@@ -222,6 +226,20 @@ def find_device(name: str) -> torch.device:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError([f"device '{name}' cannot be used here ({reason}): choose --device auto or cpu."]) from error
     return device
+
+
+def workers(wanted: int) -> int:
+    """How many processes train clients side by side on a CPU; 0: one for each thread that has a core, where it is safe.
+
+    It is not outside Linux, whose forks alone keep their system libraries; nor where torch sees a GPU, since autograd
+    then has threads that a fork leaves behind. In a pool of somebody's own the cores are shared out already.
+    """
+    barred = sys.platform != "linux" or multiprocessing.current_process().daemon
+    if wanted > 1 and barred:
+        raise ConfigError(["workers are forks of this process, which here may have none: set --workers 1."])
+    if wanted or barred or torch.accelerator.is_available():
+        return wanted or 1
+    return min(torch.get_num_threads(), len(os.sched_getaffinity(0)))
 
 
 def check_runnable(experiment: Experiment) -> list[str]:

@@ -1,5 +1,6 @@
 """An experiment carried out: rounds run, each one written down; and what was written, read again."""
 
+import contextlib
 import dataclasses
 import datetime
 import platform
@@ -92,12 +93,14 @@ def run(
         own |= {"partition": "given", "clients": len(data.indices)}
     experiment = dataclasses.replace(experiment, **own)
     directory = RunDirectory(out or default_out(experiment))
-    with directory.locked(), surroundings(experiment.threads, experiment.tf32):
+    inside = surroundings(experiment.threads, experiment.tf32)
+    with directory.locked(), inside, contextlib.ExitStack() as ending:
         if directory.exists():
             _check_same(directory, experiment, resume)
         elif directory.load() is not None or directory.lines():
             raise RecordError(f"{directory.path} holds a run whose experiment.toml is gone: choose another --out.")
         prepared = Prepared(experiment, data, model)
+        ending.callback(prepared.backend.cohort.close)
         start = _restore(directory, prepared) if directory.exists() else 0
         directory.begin(experiment, directory.provenance() or _provenance(command, prepared.device))
         directory.save_federation(*prepared.federation())

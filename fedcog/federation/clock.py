@@ -24,7 +24,7 @@ class Clock:
     def _now(device: torch.device) -> "float | torch.cuda.Event":
         if device.type != "cuda":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         return event
 
@@ -32,5 +32,5 @@ class Clock:
 def _between(before: "float | torch.cuda.Event", after: "float | torch.cuda.Event") -> float:
     if isinstance(before, torch.cuda.Event) and isinstance(after, torch.cuda.Event):
         after.synchronize()
-        return before.elapsed_time(after) / 1e3
+        return float(before.elapsed_time(after)) / 1e3
     return float(after) - float(before)  # type: ignore[arg-type]

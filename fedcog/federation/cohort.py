@@ -1,5 +1,6 @@
 """A cohort: clients trained together on one device, all at once (vmap) or one after another (loop), same result."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
@@ -14,6 +15,7 @@ from fedcog.federation.clock import Clock
 from fedcog.federation.course import Course, Finish, Members, alone, autograd, functional, together
 from fedcog.federation.graphs import BURST, Graphs, in_turn
 from fedcog.federation.payloads import joined, one_alone, summed
+from fedcog.federation.workers import Duty, Workers
 from fedcog.models import Model, ModelError
 from fedcog.optimiser import Optimiser
 from fedcog.task import Task
@@ -58,12 +60,14 @@ class Cohort:
         batch_size: int,
         grad_clip: float = 0.0,
         mapping: Mapping = "loop",
+        workers: int = 1,
     ) -> None:
         self.model = model if mapping == "loop" else model.side_by_side
         self.task, self.data, self.optimiser = task, data, optimiser
-        self.batch_size, self.grad_clip, self.mapping = batch_size, grad_clip, mapping
+        self.batch_size, self.grad_clip, self.mapping, self.workers = batch_size, grad_clip, mapping, workers
         self.horizon = 0
         self.limit: int | None = None
+        self._crew: tuple[Algorithm, Workers] | None = None
         self._graphs = Graphs()
         self._repeat = self._graphs.repeat if mapping == "graph" else in_turn
 
@@ -83,6 +87,8 @@ class Cohort:
         Where there are fewer than `size` members, copies of the last one are trained along and thrown away: a recording
         is of one size.
         """
+        if self.mapping == "loop" and self.workers > 1 and len(members.number) > 1:
+            return self._in_processes(algorithm, shared, members, round, lr, score)
         shared = algorithm.unpack(shared, self.common(algorithm, "federation"), self.model)
         if self.mapping == "loop":
             ones = [members.one(row) for row in range(len(members.number))]
@@ -102,6 +108,46 @@ class Cohort:
                 ) from error
             reason = str(error).strip().splitlines()[0]
             raise ModelError(f"clients cannot be trained together here ({reason}): set --mapping loop.") from error
+
+    def _in_processes(
+        self, algorithm: Algorithm, shared: State, members: Members, round: int, lr: float, score: bool
+    ) -> Outcome:
+        """The loop's round in worker processes; whoever has most steps goes first, so that all end at about a time."""
+        began = time.perf_counter()
+        if self._crew is None or self._crew[0] is not algorithm or self._crew[1].ended:
+            self.close()
+            count = min(self.workers, len(members.number))
+
+            @torch.no_grad()
+            def begin(common: State) -> Duty:
+                shared = algorithm.unpack(common["shared"], self.common(algorithm, "federation"), self.model)
+                members, rest = Members(own={}, **common["members"]), (common["round"], common["lr"], common["score"])
+
+                @torch.no_grad()
+                def train(item: State) -> State:
+                    one = members.one(item["row"])._replace(own=item["own"])
+                    done = self._train(algorithm, shared, one, *rest)
+                    return done._asdict() | {"seconds": done.seconds()}
+
+                return train
+
+            self._crew = algorithm, Workers(count, max(1, torch.get_num_threads() // count), begin)
+        known = {name: value for name, value in members._asdict().items() if name != "own"}
+        common = {"shared": shared, "members": known, "round": round, "lr": lr, "score": score}
+        items = [{"row": row, "own": tree.pick(members.own, row)} for row in range(len(members.number))]
+        order = members.steps.argsort(descending=True, stable=True).tolist()
+        found = self._crew[1].map(common, items, order)
+        parts = {part: sum(one["seconds"][part] for one in found) for part in found[0]["seconds"]}
+        share = (time.perf_counter() - began) / sum(parts.values())
+        seconds = {part: share * value for part, value in parts.items()}
+        done = _one_after_another([Outcome(**one) for one in found])
+        return done._replace(seconds=lambda: seconds)
+
+    def close(self) -> None:
+        """End the worker processes, if there are any; the next round would start others."""
+        if self._crew is not None:
+            self._crew[1].close()
+        self._crew = None
 
     def draws(self, algorithm: Algorithm, scope: Scope, round: int, numbers: Tensor, steps: int = 1) -> State:
         """The random tensors of one scope that the algorithm asks for in a round, one for each of `numbers`."""
@@ -234,7 +280,7 @@ class Cohort:
         return tree.apply(lambda value: value.transpose(0, 1) if stacked else value[0], plan)
 
     def _parts(self, plan: State, steps: int) -> Iterator[tuple[int, int, State, Params]]:
-        """The plan part by part: (first step, steps, plan, what is staged for it); of data at hand there is one part."""
+        """The plan by parts: (first step, steps, plan, what is staged for it); of data at hand there is one part."""
         if not self.data.streamed:
             yield 0, steps, plan, {}
             return
@@ -248,10 +294,11 @@ class Cohort:
 
 def _one_after_another(done: list[Outcome]) -> Outcome:
     """The outcomes of clients that were trained alone, as that of a cohort."""
+    nobody = not any(one.sound for one in done)  # then what is not finite is summed, and found to be so
     ones = [
         one._replace(
             kept=tree.stack([one.kept]),
-            total=one.total if one.sound else {},
+            total=one.total if one.sound or nobody else {},
             hits=None if one.hits is None else one.hits[None],
             **{name: getattr(one, name)[None] for name in ("sound", "keepable", "loss", "distance")},
         )

@@ -39,8 +39,9 @@ class Members(NamedTuple):
         return Members(self.number[rows], own, self.weight[there], self.counts[there], self.steps[rows])
 
     def one(self, row: int) -> "Members":
-        """One of them alone, with no client axis."""
-        return Members(self.number[row], tree.pick(self.own, row), self.weight[row], self.counts[row], self.steps[row])
+        """One of them alone, with no client axis; its state lies in memory as if it had never been in a stack."""
+        own = tree.apply(torch.clone, tree.pick(self.own, row))
+        return Members(self.number[row], own, self.weight[row], self.counts[row], self.steps[row])
 
 
 class Finish(NamedTuple):

@@ -75,7 +75,8 @@ class Layout:
 
     def traced(self) -> torch.fx.GraphModule:
         """The same as a graph of plain operators: mapping and differentiation are done with."""
-        from torch._inductor.compile_fx import select_decomp_table
+        import torch._inductor.lowering  # what the table needs, and does not load by itself
+        from torch._inductor.decomposition import select_decomp_table
 
         graph: torch.fx.GraphModule = make_fx(self.write, select_decomp_table())(*self.tensors)
         self.reset()
@@ -92,7 +93,7 @@ class Recording:
 
     def __init__(self, layout: Layout, run: Callable[..., object]) -> None:
         self._layout, self._pool = layout, torch.cuda.graph_pool_handle()
-        aside = torch.cuda.Stream()
+        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
             for _ in range(2):  # whatever is done at the first call only is done now

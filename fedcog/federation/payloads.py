@@ -35,8 +35,8 @@ def joined(totals: Sequence[State]) -> State:
 
 def finite(state: State) -> Tensor:
     """Are all numbers of a state finite?"""
-    found = [value.isfinite().all() for value in tree.flatten(state).values()]
-    return torch.stack(found).all() if found else torch.ones((), dtype=torch.bool)
+    values = [value.reshape(-1) for value in tree.flatten(state).values()]
+    return torch.cat(values).isfinite().all() if values else torch.ones((), dtype=torch.bool)
 
 
 def _apart(payload: State) -> tuple[State, State]:

@@ -65,7 +65,7 @@ class Simulation:
         lr: float,
         before: Tensor | None,
     ) -> Gathered:
-        """The sum of the clients' payloads, and what was found. `before`: the sent model's hits, if scores are wanted."""
+        """The sum of the clients' payloads, and findings. `before`: the sent model's hits, if scores are wanted."""
         outcome, kept = self._train(algorithm, shared, clients, round, lr, before is not None)
         rows = torch.tensor(clients).to(self.counts.device)
         findings: State = {
@@ -114,7 +114,7 @@ class Simulation:
         outcome: Outcome,
         kept: list[State],
     ) -> Report:
-        """What is known of the round, from what was read of its findings; the clients' states are kept if all is well."""
+        """What is known of the round, from its findings as read; the clients' states are kept if all is well."""
         sound, whole = read["sound"].tolist(), read["whole"].tolist()
         lost = [client for row, client in enumerate(clients) if not sound[row]]
         odd = [client for row, client in enumerate(clients) if not whole[row]]

@@ -46,7 +46,7 @@ def _conv2d(
 ) -> Tensor:
     padding = 0 if padding == "valid" else padding
     if groups != 1 or isinstance(padding, str) or input.dim() != 4:
-        return torch.conv2d(input, weight, bias, stride, padding, dilation, groups)  # type: ignore[arg-type]
+        return torch.conv2d(input, weight, bias, stride, padding, dilation, groups)
     if torch.is_autocast_enabled(input.device.type):  # torch's own would do so by itself
         dtype = torch.get_autocast_dtype(input.device.type)
         input, weight = input.to(dtype), weight.to(dtype)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from fedcog.kernels.shapes import Shape, choices
 from fedcog.layers import tuning
-from fedcog.layers.shapes import Shape, choices
 
 try:
-    from fedcog.layers import kernels
+    from fedcog.kernels import convolution as kernels
 except ImportError:  # there is no Triton here
     kernels = None  # type: ignore[assignment]
 
@@ -51,7 +51,8 @@ def convolve_input(g: Tensor, w: Tensor, size: Ints, stride: Ints, padding: Ints
         return _parted(_backward(0, _joined(g), x, w.flatten(0, 1), stride, padding, dilation, len(w)), len(w))
 
     (_, outputs, channels, rows, columns), pairs = w.shape, _pairs(stride, padding, dilation)
-    return _best("input", g, w, Shape(*g.shape[:2], channels, *size, outputs, rows, columns, *pairs), plain)
+    shape = Shape(*g.shape[:2], channels, *size, outputs, rows, columns, *pairs)  # type: ignore[call-arg]
+    return _best("input", g, w, shape, plain)
 
 
 @custom_op("fedcog::convolve_weight", mutates_args=())

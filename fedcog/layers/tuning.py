@@ -56,12 +56,12 @@ def _seconds(way: Callable[[], Tensor], repeats: int = 5, calls: int = 10) -> fl
             way()
     found = []
     for _ in range(repeats + 1):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         graph.replay()
         end.record()
         end.synchronize()
-        found.append(begin.elapsed_time(end))
+        found.append(float(begin.elapsed_time(end)))
     return statistics.median(found[1:])
 
 

@@ -1,22 +1,15 @@
-"""Triton kernels for the convolutions of many models side by side; imported only where Triton is.
+"""Triton programs, for many models side by side. Tensors have a leading model axis, of stride 0 where models share one.
 
-Each is an implicit matrix product: positions by (channel, row, column) by channels, gathered on the way, for every
-model at once. Tensors have a leading model axis; x [G, B, C, H, W], w [G, O, C, R, S], y [G, B, O, P, Q]. Products are
-made in float32 on tensor cores from three terms (`tf32x3`: as exact as float32), from one with TF32, or natively.
+Convolutions are x [G, B, C, H, W] with w [G, O, C, R, S] to y [G, B, O, P, Q]: implicit matrix products, gathered on the
+way, on tensor cores; or, of few channels, sums in each thread's registers.
 """
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from fedcog.layers.shapes import Blocks, Shape
 
 
 @triton.jit
-def _convolve(
+def convolve(
     x, w, y, x_model, w_model, y_model, batch,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, O: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
     P: tl.constexpr, Q: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
@@ -57,7 +50,7 @@ def _convolve(
 
 
 @triton.jit
-def _convolve_input(
+def convolve_input(
     g, w, x, g_model, w_model, x_model, batch,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, O: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
     P: tl.constexpr, Q: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
@@ -101,11 +94,11 @@ def _convolve_input(
 
 
 @triton.jit
-def _pack(
+def pack(
     w, packed, w_model, w_output, w_channel, size,
     C: tl.constexpr, N: tl.constexpr, O: tl.constexpr, T: tl.constexpr, REVERSED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Weights as `_direct` wants them: [models, channels, taps, outputs], zero where there is no such output."""
+    """Weights as `direct` wants them: [models, channels, taps, outputs], zero where there is no such output."""
     model = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     channel, tap, output = at // (T * N), (at // N) % T, at % N
@@ -115,13 +108,13 @@ def _pack(
 
 
 @triton.jit
-def _direct(
+def direct(
     x, w, y, x_model, w_model, y_model, batch,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, O: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
     P: tl.constexpr, Q: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     DH: tl.constexpr, DW: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """For few channels: tap by tap, one load of a position for all outputs, in plain float32; w is packed."""
+    """A convolution of few channels: tap by tap, one load of a position for all outputs, in plain float32; w is packed."""
     model = tl.program_id(1).to(tl.int64)
     x += model * x_model
     w += model * w_model
@@ -151,14 +144,14 @@ def _direct(
 
 
 @triton.jit
-def _direct_weight(
+def direct_weight(
     g, x, w, g_model, x_model, parts, batch,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, O: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
     P: tl.constexpr, Q: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     DH: tl.constexpr, DW: tl.constexpr, SHARE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """For few channels: every thread sums its own positions for some weights, in plain float32; then all are added."""
+    """The weight's gradient of few channels: every thread sums its own positions for some weights, in float32; then all are added."""
     model, part, block = tl.program_id(1).to(tl.int64), tl.program_id(0) % parts, tl.program_id(0) // parts
     K: tl.constexpr = C * R * S
     blocks: tl.constexpr = (K + BM - 1) // BM
@@ -193,14 +186,14 @@ def _direct_weight(
 
 
 @triton.jit
-def _convolve_weight(
+def convolve_weight(
     g, x, w, g_model, x_model, parts, batch,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, O: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
     P: tl.constexpr, Q: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     DH: tl.constexpr, DW: tl.constexpr, SHARE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Every program sums one part of the positions; the parts are added up afterwards, always in the same order."""
+    """The weight's gradient, each program summing one part of the positions; the parts are added up afterwards, in order."""
     model, part, block = tl.program_id(1).to(tl.int64), tl.program_id(0) % parts, tl.program_id(0) // parts
     K: tl.constexpr = C * R * S
     blocks: tl.constexpr = (K + BM - 1) // BM
@@ -233,98 +226,8 @@ def _convolve_weight(
     tl.store(w + output[None, :] * K + k[:, None], total, mask=(output < O)[None, :] & (k < K)[:, None])
 
 
-def _numbers(shape: Shape) -> dict[str, Any]:
-    (P, Q), s = shape.out, shape
-    return {
-        **{"C": s.channels, "H": s.height, "W": s.width, "O": s.outputs, "R": s.rows, "S": s.columns, "P": P, "Q": Q},
-        **{"SH": s.stride[0], "SW": s.stride[1], "PH": s.padding[0], "PW": s.padding[1]},
-        **{"DH": s.dilation[0], "DW": s.dilation[1]},
-    }
-
-
-def _precision(x: Tensor, tf32: bool) -> str:
-    return "tf32" if tf32 or x.dtype != torch.float32 else "tf32x3"
-
-
-def convolve(x: Tensor, w: Tensor, shape: Shape, blocks: Blocks, tf32: bool) -> Tensor:
-    """y, where x or w may be one for all models (a model stride of 0)."""
-    (P, Q), s = shape.out, shape
-    y = x.new_empty((s.models, s.batch, s.outputs, P, Q))
-    if not blocks.stages:
-        return _directly(x, w, y, s, blocks, w.stride()[1:3], reverse=False)
-    grid = (triton.cdiv(s.batch * P * Q, blocks.rows), s.models, triton.cdiv(s.outputs, blocks.columns))
-    _convolve[grid](
-        x, w, y, x.stride(0), w.stride(0), y.stride(0), s.batch, **_numbers(s),
-        BM=blocks.rows, BN=blocks.columns, BK=blocks.terms, PRECISION=_precision(x, tf32),
-        num_warps=blocks.warps, num_stages=blocks.stages,
-    )  # fmt: skip
-    return y
-
-
-def convolve_input(g: Tensor, w: Tensor, shape: Shape, blocks: Blocks, tf32: bool) -> Tensor:
-    """The gradient by x, where w may be one for all models."""
-    s = shape
-    x = g.new_empty((s.models, s.batch, s.channels, s.height, s.width))
-    if not blocks.stages:  # of a stride of one, it is a convolution with the weight turned round
-        return _directly(g, w, x, s.turned, blocks, (w.stride(2), w.stride(1)), reverse=True)
-    positions = triton.cdiv(s.batch * s.height * s.width, blocks.rows)
-    _convolve_input[positions, s.models, triton.cdiv(s.channels, blocks.columns)](
-        g, w, x, g.stride(0), w.stride(0), x.stride(0), s.batch, **_numbers(s),
-        BM=blocks.rows, BN=blocks.columns, BK=blocks.terms, PRECISION=_precision(g, tf32),
-        num_warps=blocks.warps, num_stages=blocks.stages,
-    )  # fmt: skip
-    return x
-
-
-def _directly(
-    x: Tensor, w: Tensor, y: Tensor, s: Shape, blocks: Blocks, strides: tuple[int, ...], reverse: bool
-) -> Tensor:
-    taps, outputs = s.rows * s.columns, triton.cdiv(s.outputs, blocks.columns) * blocks.columns
-    own = s.models if w.stride(0) or s.models == 1 else 1
-    packed = torch.empty((own, s.channels, taps, outputs), dtype=torch.float32, device=x.device)
-    size = s.channels * taps * outputs
-    _pack[triton.cdiv(size, 256), own](
-        w, packed, w.stride(0), *strides, size,
-        C=s.channels, N=outputs, O=s.outputs, T=taps, REVERSED=reverse, BLOCK=256,
-    )  # fmt: skip
-    positions = triton.cdiv(s.batch * s.out[0] * s.out[1], blocks.rows)
-    _direct[positions, s.models, outputs // blocks.columns](
-        x, packed, y, x.stride(0), size if own > 1 else 0, y.stride(0), s.batch, **_numbers(s),
-        N=outputs, BM=blocks.rows, BN=blocks.columns, num_warps=blocks.warps, maxnreg=REGISTERS,
-    )  # fmt: skip
-    return y
-
-
-def convolve_weight(g: Tensor, x: Tensor, shape: Shape, blocks: Blocks, tf32: bool) -> Tensor:
-    """The gradient by w, where x may be one for all models; it is summed over positions in parts."""
-    (P, Q), s, direct = shape.out, shape, blocks.stages == 0
-    tiles = triton.cdiv(s.channels * s.rows * s.columns, blocks.rows) * triton.cdiv(s.outputs, blocks.columns)
-    parts = min(max(1, PROGRAMS // (s.models * tiles)), triton.cdiv(s.batch * P * Q, 4 * blocks.terms))
-    share = triton.cdiv(triton.cdiv(s.batch * P * Q, parts), blocks.terms) * blocks.terms
-    parts = triton.cdiv(s.batch * P * Q, share)
-    w = torch.empty((s.models, parts, s.outputs, s.channels, s.rows, s.columns), dtype=torch.float32, device=g.device)
-    given = g, x, w, g.stride(0), x.stride(0), parts, s.batch
-    sizes = _numbers(s) | {"SHARE": share, "BM": blocks.rows, "BN": blocks.columns, "BK": blocks.terms}
-    if direct:
-        _direct_weight[tiles * parts, s.models](*given, **sizes, num_warps=blocks.warps, maxnreg=REGISTERS)
-    else:
-        how: dict[str, Any] = {"num_warps": blocks.warps, "num_stages": blocks.stages}
-        _convolve_weight[tiles * parts, s.models](*given, **sizes, PRECISION=_precision(g, tf32), **how)
-    return w.sum(1).to(g.dtype) if parts > 1 else w[:, 0].to(g.dtype)
-
-
-REGISTERS = 96
-"""What a thread of a direct kernel gets: left alone, the compiler takes so many that too few threads run at a time."""
-
-PROGRAMS = 1056
-"""About how many programs a weight gradient is cut into: eight for each multiprocessor of a large GPU."""
-
-KINDS = {"output": convolve, "input": convolve_input, "weight": convolve_weight}
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
 @triton.jit
-def _moved_images(
+def moved_images(
     stored, index, moves, mean, std, made, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     PADDING: tl.constexpr, NORMAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -344,16 +247,3 @@ def _moved_images(
     if NORMAL:
         value = (value - tl.load(mean + channel, mask=at < C * H * W)) / tl.load(std + channel, mask=at < C * H * W)
     tl.store(made + image.to(tl.int64) * (C * H * W) + at, value, mask=at < C * H * W)
-
-
-def moved_images(stored: Tensor, index: Tensor, moves: Tensor, mean: Tensor, std: Tensor, padding: int) -> Tensor:
-    """The stored uint8 images at `index`, each out of a black frame at its own place, mirrored where asked, as inputs."""
-    channels, height, width = stored.shape[1:]
-    made = mean.new_empty((*index.shape, channels, height, width))
-    size = channels * height * width
-    block = min(1024, triton.next_power_of_2(size))
-    _moved_images[index.numel(), triton.cdiv(size, block)](
-        stored, index.contiguous(), moves.contiguous(), mean, std, made, C=channels, H=height, W=width,
-        PADDING=padding, NORMAL=mean.numel() > 0, BLOCK=block,
-    )  # fmt: skip
-    return made

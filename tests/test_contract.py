@@ -89,6 +89,7 @@ def test_running_statistics_are_each_clients_own(name: str) -> None:
     assert worst(apart.everything(), together.everything()) < 1e-9
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", ALL)
 def test_a_gpu_agrees_with_the_cpu(name: str) -> None:

@@ -89,6 +89,7 @@ def test_permutation_is_one() -> None:
     assert streams.permutation(0, "sample", 3, 100).tolist() != streams.permutation(0, "sample", 4, 100).tolist()
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_draws_the_same() -> None:
     clients = torch.arange(5)

@@ -1,7 +1,7 @@
 """Triton programs, for many models side by side. Tensors have a leading model axis, of stride 0 where models share one.
 
-Convolutions are x [G, B, C, H, W] with w [G, O, C, R, S] to y [G, B, O, P, Q]: implicit matrix products, gathered on the
-way, on tensor cores; or, of few channels, sums in each thread's registers.
+Convolutions are x [G, B, C, H, W] with w [G, O, C, R, S] to y [G, B, O, P, Q]: implicit matrix products, gathered on
+the way, on tensor cores; or, of few channels, sums in each thread's registers.
 """
 
 import triton
@@ -16,6 +16,7 @@ def convolve(
     DH: tl.constexpr, DW: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """A convolution."""
     model = tl.program_id(1).to(tl.int64)
     x += model * x_model
     w += model * w_model
@@ -57,6 +58,7 @@ def convolve_input(
     DH: tl.constexpr, DW: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """The input's gradient."""
     model = tl.program_id(1).to(tl.int64)
     g += model * g_model
     w += model * w_model
@@ -114,7 +116,7 @@ def direct(
     P: tl.constexpr, Q: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     DH: tl.constexpr, DW: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """A convolution of few channels: tap by tap, one load of a position for all outputs, in plain float32; w is packed."""
+    """A convolution of few channels: tap by tap, one load of a position for all outputs; w is packed."""
     model = tl.program_id(1).to(tl.int64)
     x += model * x_model
     w += model * w_model
@@ -151,7 +153,7 @@ def direct_weight(
     DH: tl.constexpr, DW: tl.constexpr, SHARE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """The weight's gradient of few channels: every thread sums its own positions for some weights, in float32; then all are added."""
+    """The weight's gradient of few channels: threads sum positions of their own for some weights, then all are added."""
     model, part, block = tl.program_id(1).to(tl.int64), tl.program_id(0) % parts, tl.program_id(0) // parts
     K: tl.constexpr = C * R * S
     blocks: tl.constexpr = (K + BM - 1) // BM
@@ -193,7 +195,7 @@ def convolve_weight(
     DH: tl.constexpr, DW: tl.constexpr, SHARE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The weight's gradient, each program summing one part of the positions; the parts are added up afterwards, in order."""
+    """The weight's gradient, each program summing a part of the positions; parts are added up afterwards, in order."""
     model, part, block = tl.program_id(1).to(tl.int64), tl.program_id(0) % parts, tl.program_id(0) // parts
     K: tl.constexpr = C * R * S
     blocks: tl.constexpr = (K + BM - 1) // BM

@@ -156,6 +156,7 @@ def test_hooks_get_what_they_ask_for_and_after_step_may_freeze() -> None:
         assert not torch.equal(server["params"]["9.weight"], small.model.params["9.weight"])
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("algorithm", [FedAvg(), COG], ids=["fedavg", "fedprox+fedcog"])
 def test_a_gpu_agrees_with_the_cpu(algorithm: Algorithm) -> None:

@@ -1,0 +1,109 @@
+"""The Triton kernels against float64: on a GPU where there is one, else through Triton's interpreter."""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytest.importorskip("triton", reason="needs Triton: pip install triton")
+
+from fedcog.kernels import convolution, pictures
+from fedcog.kernels.shapes import Blocks, Shape, choices
+from fedcog.pictures import PADDING, examples
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WAYS = {
+    "output": [Blocks(64, 8, 1, 4, 0), Blocks(64, 16, 16, 4, 2)],
+    "input": [Blocks(64, 8, 1, 4, 0), Blocks(64, 16, 16, 4, 2)],
+    "weight": [Blocks(8, 8, 32, 4, 0), Blocks(32, 16, 32, 4, 2)],
+}
+
+
+def shape(seed: int, stride: int | None = None) -> Shape:
+    draw = random.Random(seed)
+    n = draw.randint
+    sizes = n(1, 3), n(1, 4), n(1, 5), n(9, 13), n(9, 13), n(1, 9), n(1, 4), n(1, 4)
+    pairs = [(stride or n(1, 3), stride or n(1, 3)), (n(0, 2), n(0, 2)), (n(1, 2), n(1, 2))]
+    return Shape(*sizes, *pairs)
+
+
+def reference(s: Shape) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
+    """Arguments by kind in float32, and what must come out, in float64."""
+    draw = torch.Generator().manual_seed(sum(s[:8]))
+    x = torch.randn(s[:5], generator=draw)
+    w = torch.randn(s.models, s.outputs, s.channels, s.rows, s.columns, generator=draw)
+    exact_x, exact_w = x.double().requires_grad_(), w.double().requires_grad_()
+    y = torch.stack([F.conv2d(*both, None, *s[8:]) for both in zip(exact_x, exact_w, strict=True)])
+    g = torch.randn(y.shape, generator=draw)
+    by_x, by_w = torch.autograd.grad(y, (exact_x, exact_w), g.double())
+    given = {"output": (x, w), "input": (g, w), "weight": (g, x)}
+    return given, {"output": y.detach(), "input": by_x, "weight": by_w}
+
+
+def apart(found: Tensor, wanted: Tensor) -> float:
+    return float((found.cpu().double() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("kind", WAYS)
+@pytest.mark.parametrize("seed", range(8))
+def test_kernels_agree_with_float64(seed: int, kind: str) -> None:
+    s = shape(seed, 1 if seed % 2 else None)
+    given, wanted = reference(s)
+    one, other = (value.to(DEVICE) for value in given[kind])
+    for blocks in WAYS[kind]:
+        turnable = s.stride == (1, 1) and min(s.turned.padding) >= 0
+        if kind == "input" and not blocks.stages and not turnable:
+            continue
+        found = convolution.KINDS[kind](one, other, s, blocks, False)
+        assert apart(found, wanted[kind]) < 1e-6, (s, blocks)
+
+
+@pytest.mark.parametrize("kind", WAYS)
+def test_what_models_share_need_not_be_copied(kind: str) -> None:
+    s = shape(5, 1)._replace(models=3)
+    given, _ = reference(s)
+    one, other = (value[:1].expand_as(value).to(DEVICE) for value in given[kind])
+    one, other = one[:1].expand_as(one), other[:1].expand_as(other)
+    assert one.stride(0) == 0 == other.stride(0)
+    for blocks in WAYS[kind]:
+        shared = convolution.KINDS[kind](one, other, s, blocks, False)
+        copied = convolution.KINDS[kind](one.contiguous(), other.contiguous(), s, blocks, False)
+        assert torch.equal(shared, copied)
+
+
+def test_every_choice_offered_is_right() -> None:
+    s = Shape(2, 3, 3, 9, 9, 6, 3, 3, (1, 1), (1, 1), (1, 1))
+    given, wanted = reference(s)
+    for kind, (one, other) in given.items():
+        offered = choices(kind, s)
+        assert offered
+        for blocks in offered:
+            found = convolution.KINDS[kind](one.to(DEVICE), other.to(DEVICE), s, blocks, False)
+            assert apart(found, wanted[kind]) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_go_in_and_come_out(dtype: torch.dtype) -> None:
+    s = Shape(2, 3, 3, 9, 9, 6, 3, 3, (1, 1), (1, 1), (1, 1))
+    given, wanted = reference(s)
+    for kind, (one, other) in given.items():
+        blocks = WAYS[kind][0]
+        found = convolution.KINDS[kind](one.to(DEVICE, dtype), other.to(DEVICE, dtype), s, blocks, False)
+        assert found.dtype == dtype
+        assert apart(found, wanted[kind]) < 2e-2
+
+
+@pytest.mark.parametrize("normal", [True, False])
+def test_moved_images_are_those_of_plain_torch(normal: bool) -> None:
+    draw = torch.Generator().manual_seed(0)
+    stored = torch.randint(0, 256, (20, 3, 7, 9), dtype=torch.uint8, generator=draw)
+    index = torch.randint(0, 20, (2, 6), generator=draw)
+    shift = torch.randint(0, 2 * PADDING + 1, (2, 6, 2), generator=draw)
+    moves = torch.cat([shift, torch.randint(0, 2, (2, 6, 1), generator=draw)], dim=-1)
+    mean = torch.tensor([0.1, 0.5, 0.7] if normal else []).reshape(-1, 1, 1)
+    std = torch.tensor([0.2, 0.3, 0.4] if normal else []).reshape(-1, 1, 1)
+    wanted = examples(stored, index, moves, mean, std)
+    given = (value.to(DEVICE) for value in (stored, index, moves, mean, std))
+    assert float((pictures.moved_images(*given, PADDING).cpu() - wanted).abs().max()) < 1e-6

@@ -1,0 +1,95 @@
+"""Layers of many models at once: what torch's own compute, under every way of mapping and differentiating."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from fedcog.layers import Layers
+from fedcog.models import Model
+
+NETWORK = nn.Sequential(
+    *(nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.Tanh(), nn.Conv2d(4, 3, (2, 3), dilation=(1, 2)), nn.Tanh()),
+    *(nn.Conv2d(3, 3, 1, groups=3), nn.Conv2d(3, 2, 3, padding="same"), nn.Conv2d(2, 2, 1, padding="valid")),
+).double()
+
+
+def energy(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    return functional_call(NETWORK, params, (x,)).square().sum()
+
+
+def ours(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    with Layers():
+        return energy(params, x)
+
+
+def arguments(models: int = 3) -> tuple[dict[str, Tensor], Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    params = {
+        name: value.detach() + 0.1 * torch.randn(models, *value.shape, generator=draw, dtype=value.dtype)
+        for name, value in NETWORK.named_parameters()
+    }
+    return params, torch.randn(models, 5, 2, 9, 9, generator=draw, dtype=torch.float64)
+
+
+def same(one: object, other: object) -> None:
+    for a, b in zip(torch.utils._pytree.tree_leaves(one), torch.utils._pytree.tree_leaves(other), strict=True):
+        assert float((a - b).abs().max()) < 1e-10
+
+
+@pytest.mark.parametrize("dims", [(0, 0), (None, 0), (0, None)])
+def test_gradients_are_torchs_whatever_the_models_share(dims: tuple[int | None, int | None]) -> None:
+    params, x = arguments()
+    params = params if dims[0] == 0 else {name: value[0] for name, value in params.items()}
+    x = x if dims[1] == 0 else x[0]
+    how = {"in_dims": dims}
+    same(vmap(grad(ours, (0, 1)), **how)(params, x), vmap(grad(energy, (0, 1)), **how)(params, x))  # type: ignore[arg-type]
+
+
+def test_second_derivatives_are_torchs() -> None:
+    def steep(function):  # type: ignore[no-untyped-def]
+        slopes = grad(function, (0, 1))
+        return lambda params, x: sum((one**2).sum() for one in (*slopes(params, x)[0].values(), slopes(params, x)[1]))
+
+    params, x = arguments(2)
+    same(vmap(grad(steep(ours), (0, 1)))(params, x), vmap(grad(steep(energy), (0, 1)))(params, x))
+
+
+def test_plain_autograd_works_too() -> None:
+    x, w = torch.randn(2, 3, 6, 6).double().requires_grad_(), torch.randn(4, 3, 3, 3).double().requires_grad_()
+    with Layers():
+        mine = torch.autograd.grad(F.conv2d(x, w, padding=1).square().sum(), (x, w))
+    same(mine, torch.autograd.grad(F.conv2d(x, w, padding=1).square().sum(), (x, w)))
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_running_statistics_are_torchs(affine: bool) -> None:
+    module = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3, affine=affine), nn.Flatten(), nn.Linear(108, 2))
+    model = Model(module, (1, 8, 8), 2).to(torch.device("cpu"), torch.float64)
+    x = torch.randn(5, 1, 8, 8).double()
+    plain, mine = ({name: value.clone() for name, value in model.buffers.items()} for _ in range(2))
+    one = model.forward(model.params, plain, x)[0]
+    other = model.side_by_side.forward(model.params, mine, x)[0]
+    same(one, other)
+    same(plain, mine)
+    assert float((mine["1.running_mean"] - model.buffers["1.running_mean"]).abs().max()) > 1e-3
+
+
+def test_a_batch_norm_without_running_statistics() -> None:
+    x = torch.randn(4, 3, 5).double()
+    with Layers():
+        mine = F.batch_norm(x, None, None, training=True)
+    same(mine, F.batch_norm(x, None, None, training=True))
+
+
+def test_in_bfloat16_only_products_are_made_in_it() -> None:
+    module = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(108, 2))
+    exact = Model(module, (1, 8, 8), 2)
+    coarse = exact.to(torch.device("cpu"), torch.bfloat16)
+    x = torch.randn(5, 1, 8, 8)
+    for model in (coarse, coarse.side_by_side):
+        logits = model.predict(model.params, x)
+        assert logits.dtype == torch.float32 and all(one.dtype == torch.float32 for one in model.params.values())
+        error = (logits - exact.predict(exact.params, x)).norm() / logits.norm()
+        assert 1e-5 < float(error) < 3e-2

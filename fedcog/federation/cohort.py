@@ -62,7 +62,7 @@ class Cohort:
         mapping: Mapping = "loop",
         workers: int = 1,
     ) -> None:
-        self.model = model if mapping == "loop" else model.side_by_side
+        self._alone, self.model = model, model if mapping == "loop" else model.side_by_side
         self.task, self.data, self.optimiser = task, data, optimiser
         self.batch_size, self.grad_clip, self.mapping, self.workers = batch_size, grad_clip, mapping, workers
         self.horizon = 0
@@ -207,7 +207,7 @@ class Cohort:
         x = torch.zeros((self.batch_size, *self.model.input_shape), dtype=self.data.dtype, device=device)
         buffers = {name: value.clone() for name, value in self.model.buffers.items()}
         autograd(
-            lambda params, batch: self.model.forward(params, buffers, batch["x"])[0].sum(), self.model.params, {"x": x}
+            lambda params, batch: self._alone.forward(params, buffers, batch["x"])[0].sum(), self.model.params, {"x": x}
         )
         passes = torch.cuda.max_memory_allocated(device) - before
         state = sum(value.nbytes for value in self.model.params.values())

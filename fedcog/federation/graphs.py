@@ -9,10 +9,14 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext, tracing
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fedcog import tree
 from fedcog.tree import State
@@ -20,8 +24,13 @@ from fedcog.tree import State
 Step = Callable[[State, State], State]
 BURST = 16  # steps played by one launch, where so many are left
 KEPT = 8  # recordings kept ready
-OPTIONS = {"triton.cudagraphs": False, "shape_padding": False, "loop_ordering_after_fusion": False}
-"""Of torch's compiler: graphs are recorded here; padding would measure, and reordering loops take long, for little."""
+OPTIONS = {
+    "triton.cudagraphs": False,
+    "triton.autotune_pointwise": False,
+    "shape_padding": False,
+    "loop_ordering_after_fusion": False,
+}
+"""Of torch's compiler: graphs are recorded here, and what is left out takes seconds for a few microseconds a step."""
 
 
 def get_ready() -> None:
@@ -73,14 +82,14 @@ class Layout:
             place.copy_(after[name])
         return ()
 
-    def traced(self) -> torch.fx.GraphModule:
-        """The same as a graph of plain operators: mapping and differentiation are done with."""
-        import torch._inductor.lowering  # what the table needs, and does not load by itself
+    def traced(self, fake: FakeTensorMode) -> tuple[torch.fx.GraphModule, list[Tensor]]:
+        """The same as a graph of plain operators, mapping and differentiation done with, and tensors to stand for its
+        own: nothing is computed."""
+        from torch._inductor import lowering  # noqa: F401  (the table needs it, and does not load it)
         from torch._inductor.decomposition import select_decomp_table
 
-        graph: torch.fx.GraphModule = make_fx(self.write, select_decomp_table())(*self.tensors)
-        self.reset()
-        return graph
+        stand_ins: list[Tensor] = [fake.from_tensor(value, static_shapes=True) for value in self.tensors]
+        return make_fx(self.write, select_decomp_table())(*stand_ins), stand_ins
 
     def reset(self) -> None:
         """Put the state back as it was given: it may hold a place in a plan, which must not run over its end."""
@@ -146,7 +155,7 @@ class Graphs:
         layout, reason = Layout(step, state, fixed), ""
         if self.fuse:
             try:
-                return Recording(layout, _fused(layout))
+                return Recording(layout, fused(layout))
             except Exception as error:  # of a compiler, or of a network or an algorithm of somebody's own
                 reason = f"not fused ({_first_line(error)})"
         try:
@@ -159,18 +168,24 @@ class Graphs:
         return recording
 
 
-def _fused(layout: Layout) -> Callable[..., object]:
-    """The step compiled: its graph is plain already, so torch's compiler is entered where it makes kernels of one."""
-    from torch._guards import TracingContext, tracing
+def fused(layout: Layout) -> Callable[..., object]:
+    """The step compiled: its graph is plain already, so torch's compiler is entered where it makes kernels of one.
+
+    Meanwhile the step is taken once as it is: whatever is loaded, compiled or measured at a first time is then ready.
+    """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
-    from torch._subclasses import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    graph, fake = layout.traced(), FakeTensorMode(shape_env=ShapeEnv())  # with shapes, results are kept for later runs
-    with config.patch(OPTIONS), tracing(TracingContext(fake)):
-        compiled = compile_fx_inner(graph, [fake.from_tensor(value, static_shapes=True) for value in layout.tensors])
-    return lambda *tensors: compiled(list(tensors))
+    fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)  # with shapes, results are kept on disk
+    graph, tensors = layout.traced(fake)
+    with ThreadPoolExecutor(1) as aside, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TF32 is off on purpose
+        first = aside.submit(torch.no_grad()(layout.write), *layout.tensors)
+        with config.patch(OPTIONS), tracing(TracingContext(fake)):
+            compiled = compile_fx_inner(graph, tensors)
+        first.result()
+    layout.reset()
+    return lambda *given: compiled(list(given))
 
 
 def _owned(value: Tensor | State) -> Tensor | State:

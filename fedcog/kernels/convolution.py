@@ -71,31 +71,26 @@ def _directly(
     positions = triton.cdiv(s.batch * s.out[0] * s.out[1], blocks.rows)
     programs.direct[positions, s.models, outputs // blocks.columns](
         x, packed, y, x.stride(0), size if own > 1 else 0, y.stride(0), s.batch, **_numbers(s),
-        N=outputs, BM=blocks.rows, BN=blocks.columns, num_warps=blocks.warps, maxnreg=REGISTERS,
+        N=outputs, BM=blocks.rows, BN=blocks.columns, num_warps=blocks.warps,
     )  # fmt: skip
     return y
 
 
 def convolve_weight(g: Tensor, x: Tensor, shape: Shape, blocks: Blocks, tf32: bool) -> Tensor:
     """The gradient by w, where x may be one for all models; it is summed over positions in parts."""
-    (P, Q), s, direct = shape.out, shape, blocks.stages == 0
+    (P, Q), s = shape.out, shape
     tiles = triton.cdiv(s.channels * s.rows * s.columns, blocks.rows) * triton.cdiv(s.outputs, blocks.columns)
     parts = min(max(1, PROGRAMS // (s.models * tiles)), triton.cdiv(s.batch * P * Q, 4 * blocks.terms))
     share = triton.cdiv(triton.cdiv(s.batch * P * Q, parts), blocks.terms) * blocks.terms
     parts = triton.cdiv(s.batch * P * Q, share)
     w = torch.empty((s.models, parts, s.outputs, s.channels, s.rows, s.columns), dtype=torch.float32, device=g.device)
-    given = g, x, w, g.stride(0), x.stride(0), parts, s.batch
-    sizes = _numbers(s) | {"SHARE": share, "BM": blocks.rows, "BN": blocks.columns, "BK": blocks.terms}
-    if direct:
-        programs.direct_weight[tiles * parts, s.models](*given, **sizes, num_warps=blocks.warps, maxnreg=REGISTERS)
-    else:
-        how: dict[str, Any] = {"num_warps": blocks.warps, "num_stages": blocks.stages}
-        programs.convolve_weight[tiles * parts, s.models](*given, **sizes, PRECISION=_precision(g, tf32), **how)
+    programs.convolve_weight[tiles * parts, s.models](
+        g, x, w, g.stride(0), x.stride(0), parts, s.batch, **_numbers(s), SHARE=share,
+        BM=blocks.rows, BN=blocks.columns, BK=blocks.terms, PRECISION=_precision(g, tf32),
+        num_warps=blocks.warps, num_stages=blocks.stages,
+    )  # fmt: skip
     return w.sum(1).to(g.dtype) if parts > 1 else w[:, 0].to(g.dtype)
 
-
-REGISTERS = 96
-"""What a thread of a direct kernel gets: left alone, the compiler takes so many that too few threads run at a time."""
 
 PROGRAMS = 1056
 """About how many programs a weight gradient is cut into: eight for each multiprocessor of a large GPU."""

@@ -146,48 +146,6 @@ def direct(
 
 
 @triton.jit
-def direct_weight(
-    g, x, w, g_model, x_model, parts, batch,
-    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, O: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
-    P: tl.constexpr, Q: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
-    DH: tl.constexpr, DW: tl.constexpr, SHARE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """The weight's gradient of few channels: threads sum positions of their own for some weights, then all are added."""
-    model, part, block = tl.program_id(1).to(tl.int64), tl.program_id(0) % parts, tl.program_id(0) // parts
-    K: tl.constexpr = C * R * S
-    blocks: tl.constexpr = (K + BM - 1) // BM
-    g += model * g_model
-    x += model * x_model
-    w += (model * parts + part) * (O * K)
-    k = (block % blocks) * BM + tl.arange(0, BM)
-    output = (block // blocks) * BN + tl.arange(0, BN)
-    known = tl.minimum(k, K - 1)
-    c, r, s = known // (R * S), (known // S) % R, known % S
-    shift = c * (H * W) + r * (DH * W) + s * DW
-    slopes = tl.minimum(output, O - 1) * (P * Q)
-    places = batch * P * Q
-    total = tl.zeros((BM, BN, BK), dtype=tl.float32)
-    for start in range(0, SHARE, BK):
-        place = part * SHARE + start + tl.arange(0, BK)
-        inside = place < places
-        place = tl.minimum(place, places - 1)
-        example, row, column = place // (P * Q), (place // Q) % P, place % Q
-        top, left = row * SH - PH, column * SW - PW
-        at = (example * (C * H * W) + top * W + left)[None, :] + shift[:, None]
-        if PH > 0 or PW > 0:
-            down, across = top[None, :] + (r * DH)[:, None], left[None, :] + (s * DW)[:, None]
-            seen = tl.load(x + at, mask=(down >= 0) & (down < H) & (across >= 0) & (across < W), other=0.0)
-        else:
-            seen = tl.load(x + at)
-        slope = tl.load(g + (example * (O * P * Q) + row * Q + column)[None, :] + slopes[:, None])
-        slope = tl.where(inside[None, :], slope.to(tl.float32), 0.0)
-        total += seen.to(tl.float32)[:, None, :] * slope[None, :, :]
-    found = tl.sum(total, axis=2)
-    tl.store(w + output[None, :] * K + k[:, None], found, mask=(output < O)[None, :] & (k < K)[:, None])
-
-
-@triton.jit
 def convolve_weight(
     g, x, w, g_model, x_model, parts, batch,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, O: tl.constexpr, R: tl.constexpr, S: tl.constexpr,

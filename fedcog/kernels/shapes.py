@@ -53,21 +53,15 @@ class Blocks(NamedTuple):
 
 
 def choices(kind: str, shape: Shape) -> list[Blocks]:
-    """Ways to cut a convolution ("output"), its input or its weight gradient that have proved worth trying."""
+    """Ways to cut a convolution ("output"), its input or its weight gradient that have proved best."""
     if kind == "weight":
-        weights, columns = shape.channels * shape.rows * shape.columns, _power(shape.outputs, 8, 64)
-        direct = [Blocks(8, 8, 128, 4, 0)] if weights * shape.outputs <= 8192 else []
-        return [*direct, Blocks(32, columns, 64, 2, 3), Blocks(64, columns, 64, 4, 3)][:2]
+        return [Blocks(32, _power(shape.outputs, 8, 64), 64, 2, 3)]
     made = shape.outputs if kind == "output" else shape.channels
     terms = shape.rows * shape.columns * (shape.channels if kind == "output" else shape.outputs)
     turnable = shape.stride == (1, 1) and min(shape.turned.padding) >= 0
-    direct = []
-    if made * terms <= 8192 and shape.rows * shape.columns <= 49 and (kind == "output" or turnable):
-        columns = _power(made, 4, 8)
-        direct = [Blocks(512, columns, 1, 4, 0), Blocks(256, columns, 1, 2, 0)]
-    columns = _power(made, 8, 64)
-    tiles = [Blocks(128, columns, 32, 4, 3), Blocks(64, columns, 32, 4, 4)]
-    return direct if made <= 8 and direct else [*direct[:1], *tiles][:2]
+    if made <= 8 and terms <= 1024 and shape.rows * shape.columns <= 49 and (kind == "output" or turnable):
+        return [Blocks(256, _power(made, 4, 8), 1, 2, 0)]
+    return [Blocks(128, _power(made, 8, 64), 32, 4, 3)]
 
 
 def _power(number: int, least: int, most: int) -> int:

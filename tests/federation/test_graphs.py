@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fedcog.algorithms import MOON, SCAFFOLD, Algorithm, Batch, FedAvg, FedCOG, FedProx, Site
 from fedcog.federation import graphs
@@ -25,7 +27,7 @@ class Traced(graphs.Graphs):
 
     def repeat(self, step: graphs.Step, key: Hashable, state: State, fixed: State, times: int) -> State:
         layout = graphs.Layout(step, state, fixed)
-        graph = layout.traced()
+        graph, _ = layout.traced(FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True))
         for _ in range(times):
             graph(*layout.tensors)
         return layout.state
@@ -87,7 +89,7 @@ def test_a_gpu_plays_back_what_a_cpu_computes(name: str, fuse: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         there_is = there.everything()
-    assert worst(here.everything(), {name: value.cpu() for name, value in there_is.items()}) < 1e-6
+    assert worst(here.everything(), {name: value.cpu() for name, value in there_is.items()}) < 1e-5
 
 
 @pytest.mark.gpu

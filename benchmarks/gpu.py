@@ -127,6 +127,7 @@ def start(bench: Bench, mapping: str) -> Found:
     command += ["--tiny"] if bench.options.tiny else []
     with tempfile.TemporaryDirectory() as folder:
         caches = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor", "CUDA_CACHE_PATH": "cuda"}
+        caches |= {"FEDCOG_CACHE": "fedcog"}
         fresh = os.environ | {name: str(Path(folder) / part) for name, part in caches.items()}
         return {name: _first_round(command, fresh) for name in ("start", "start again")}
 

@@ -9,17 +9,16 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext, tracing
-from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fedcog import tree
 from fedcog.tree import State
+
+if TYPE_CHECKING:  # to load it takes seconds: `get_ready` does it beside other things
+    from torch._subclasses import FakeTensor
 
 Step = Callable[[State, State], State]
 BURST = 16  # steps played by one launch, where so many are left
@@ -82,13 +81,19 @@ class Layout:
             place.copy_(after[name])
         return ()
 
-    def traced(self, fake: FakeTensorMode) -> tuple[torch.fx.GraphModule, list[Tensor]]:
-        """The same as a graph of plain operators, mapping and differentiation done with, and tensors to stand for its
-        own: nothing is computed."""
+    def traced(self) -> "tuple[torch.fx.GraphModule, list[FakeTensor]]":
+        """The same as a graph of plain operators, mapping and differentiation done with, and stand-ins for its tensors.
+
+        Nothing is computed.
+        """
         from torch._inductor import lowering  # noqa: F401  (the table needs it, and does not load it)
         from torch._inductor.decomposition import select_decomp_table
+        from torch._subclasses import FakeTensorMode
+        from torch.fx.experimental.proxy_tensor import make_fx
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-        stand_ins: list[Tensor] = [fake.from_tensor(value, static_shapes=True) for value in self.tensors]
+        fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+        stand_ins = [fake.from_tensor(value, static_shapes=True) for value in self.tensors]
         return make_fx(self.write, select_decomp_table())(*stand_ins), stand_ins
 
     def reset(self) -> None:
@@ -171,20 +176,18 @@ class Graphs:
 def fused(layout: Layout) -> Callable[..., object]:
     """The step compiled: its graph is plain already, so torch's compiler is entered where it makes kernels of one.
 
-    Meanwhile the step is taken once as it is: whatever is loaded, compiled or measured at a first time is then ready.
+    First the step is taken as it is, so that whatever is measured or loaded at a first time is out of the way.
     """
+    from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
-    fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)  # with shapes, results are kept on disk
-    graph, tensors = layout.traced(fake)
-    with ThreadPoolExecutor(1) as aside, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TF32 is off on purpose
-        first = aside.submit(torch.no_grad()(layout.write), *layout.tensors)
-        with config.patch(OPTIONS), tracing(TracingContext(fake)):
-            compiled = compile_fx_inner(graph, tensors)
-        first.result()
+    layout.write(*layout.tensors)
     layout.reset()
+    graph, tensors = layout.traced()
+    with config.patch(OPTIONS), tracing(TracingContext(tensors[0].fake_mode)), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that TF32 is off: it is on purpose
+        compiled = compile_fx_inner(graph, tensors)
     return lambda *given: compiled(list(given))
 
 

@@ -49,9 +49,9 @@ def round_(
 ) -> Weights:
     """FedAvg's round as one would write it: the parameters of the new global model."""
     form = torch.channels_last if channels_last else torch.contiguous_format
-    mean, std = (data.sizes.new_tensor(part, dtype=data.dtype)[:, None, None] for part in (dataset.mean, dataset.std))
+    mean, std = (data.train_y.new_tensor(part, dtype=data.dtype)[:, None, None] for part in (dataset.mean, dataset.std))
     scale, shift = 1 / (255 * std), -mean / std
-    plan = data.plan(round, torch.arange(data.clients, device=data.device), steps, batch)
+    plan = data.plan(round, torch.arange(data.clients), steps, batch)
     trained = []
     for client in range(data.clients):
         local = copy.deepcopy(module).to(memory_format=form).train()  # type: ignore[call-overload]
@@ -66,7 +66,7 @@ def round_(
             F.cross_entropy(local(inputs), data.train_y[index]).backward()  # type: ignore[no-untyped-call]
             optimiser.step()
         trained.append({name: value.detach() for name, value in local.named_parameters()})
-    shares = data.sizes.to(data.dtype) / data.sizes.sum()
+    shares = (data.sizes.to(data.dtype) / data.sizes.sum()).to(data.device)
     return {name: torch.stack([one[name] for one in trained], -1) @ shares for name in trained[0]}
 
 

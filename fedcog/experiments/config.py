@@ -84,7 +84,7 @@ class Experiment:
     device: str = setting("auto", "where to compute: auto, cpu, cuda, cuda:1, ...", identity=False)
     mapping: Literal["auto", "loop", "vmap", "graph"] = setting(
         "auto",
-        "clients one after another, together, or together as recorded CUDA graphs; auto: graph on a GPU, else loop",
+        "clients one after another, together, or as recorded CUDA graphs; auto: graph on a GPU, else what is faster",
         identity=False,
     )
     precision: Literal["float32", "bfloat16", "float64"] = setting(

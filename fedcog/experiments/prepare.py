@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from fedcog.data import DataError, Dataset, FederatedData, partition, sources
 from fedcog.data.partition import Rule
@@ -27,6 +28,9 @@ from fedcog.optimiser import Optimiser
 from fedcog.settings import ConfigError
 from fedcog.task import SingleLabel
 from fedcog.tree import Params, State
+
+SHORT = 10**7
+"""Floating-point operations of a client's forward passes in a round, up to which the round counts as short."""
 
 
 class Prepared:
@@ -66,8 +70,7 @@ class Prepared:
         self.network = repr(module)
         self.model = Model(module, shape, classes, experiment.batch_size).to(self.device, dtype)
         self.task = SingleLabel(classes)
-        mapping: Mapping = "graph" if self.device.type == "cuda" else "loop"
-        mapping = mapping if experiment.mapping == "auto" else experiment.mapping
+        mapping, threads = self._mapping()
         cohort = Cohort(
             self.model,
             self.task,
@@ -77,6 +80,7 @@ class Prepared:
             grad_clip=experiment.grad_clip,
             mapping=mapping,
             workers=workers(experiment.workers) if self.device.type == "cpu" else 1,
+            threads=threads,
         )
         self.backend = Simulation(
             cohort,
@@ -105,6 +109,29 @@ class Prepared:
                 ]
             )
         self.server = self.backend.begin(experiment.algorithm)
+
+    def _mapping(self) -> tuple[Mapping, int]:
+        """How clients are trained, and on how many threads (0: as many as there are), where the experiment leaves it.
+
+        On a CPU one after another, but for rounds so short that handing out clients would cost more than training them:
+        those go together, on one thread, if network and algorithms are ours and so known to be mappable.
+        """
+        experiment = self.experiment
+        if experiment.mapping != "auto":
+            return experiment.mapping, 0
+        if self.device.type == "cuda":
+            return "graph", 0
+        inputs = torch.zeros(
+            (experiment.batch_size, *self.model.input_shape), dtype=self.data.dtype, device=self.device
+        )
+        with FlopCounterMode(display=False) as count:
+            self.model.predict(self.model.params | self.model.buffers, inputs)
+        steps = experiment.local_steps
+        if experiment.local_epochs:
+            steps = int(experiment.local_epochs * int(self.data.sizes.max()) / experiment.batch_size) + 1
+        ours = all(type(layer).__module__.startswith("fedcog.") for _, layer in layers(experiment.algorithm))
+        short = count.get_total_flops() * steps <= SHORT and not experiment.workers
+        return ("vmap", 1) if short and ours and self.model_name != "custom" else ("loop", 0)
 
     def hits(self, server: State) -> Params:
         """Right answers of the server's model per class, on the test set and on what is held out for validation."""

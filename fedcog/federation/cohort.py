@@ -1,5 +1,6 @@
 """A cohort: clients trained together on one device, all at once (vmap) or one after another (loop), same result."""
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
@@ -47,7 +48,8 @@ class Cohort:
 
     `mapping` is the way: one after another ("loop"), all at once ("vmap"), or all at once with every step recorded as
     a CUDA graph and played back ("graph"). `horizon` is the largest number of steps any client may be asked for, and
-    `limit` how many clients are trained at once, where memory does not suffice for more (None: not yet known).
+    `limit` how many clients are trained at once, where memory does not suffice for more (None: not yet known). On a
+    CPU, the loop may run in several `workers`, and clients that train together on so many `threads` (0: on all).
     """
 
     def __init__(
@@ -61,11 +63,12 @@ class Cohort:
         grad_clip: float = 0.0,
         mapping: Mapping = "loop",
         workers: int = 1,
+        threads: int = 0,
     ) -> None:
         self._alone, self.model = model, model if mapping == "loop" else model.side_by_side
         self.task, self.data, self.optimiser = task, data, optimiser
         self.batch_size, self.grad_clip, self.mapping, self.workers = batch_size, grad_clip, mapping, workers
-        self.horizon = 0
+        self.threads, self.horizon = threads, 0
         self.limit: int | None = None
         self._crew: tuple[Algorithm, Workers] | None = None
         self._graphs = Graphs()
@@ -97,7 +100,8 @@ class Cohort:
             count = len(members.number)
             rows = torch.arange(max(size, count)).clamp(max=count - 1)
             members = members if len(rows) == count else members.some(rows)
-            return self._train(algorithm, shared, members, round, lr, score, count)
+            with _on_threads(self.threads):
+                return self._train(algorithm, shared, members, round, lr, score, count)
         except RuntimeError as error:
             if not any(word in str(error) for word in ("vmap", "functorch", "transform")):
                 raise
@@ -290,6 +294,17 @@ class Cohort:
             staged = self.data.staged(part["picks"])
             order = torch.arange(part["picks"].numel(), device=self.data.device)
             yield first, min(BURST, steps - first), part | {"picks": order.reshape(part["picks"].shape)}, staged
+
+
+@contextlib.contextmanager
+def _on_threads(count: int) -> Iterator[None]:
+    """Within it, torch computes on so many threads; 0: as before."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(count or before)
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _one_after_another(done: list[Outcome]) -> Outcome:

@@ -64,6 +64,11 @@ def stack(states: Sequence[State]) -> State:
     return apply(lambda *values: torch.stack(values), *states)
 
 
+def join(states: Sequence[State]) -> State:
+    """States of the same form, one after another along their leading axis."""
+    return states[0] if len(states) == 1 else apply(lambda *parts: torch.cat(parts), *states)
+
+
 def pick(state: State, index: int | slice | Tensor) -> State:
     """The entry (or entries) `index` of a stacked state's leading axis."""
     return apply(lambda value: value[index], state)

@@ -1,8 +1,9 @@
 """A cohort: clients trained together on one device, all at once (vmap) or one after another (loop), same result."""
 
 import contextlib
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -15,7 +16,8 @@ from fedcog.federation import evaluate
 from fedcog.federation.clock import Clock
 from fedcog.federation.course import Course, Finish, Members, alone, autograd, functional, together
 from fedcog.federation.graphs import BURST, Graphs, in_turn
-from fedcog.federation.payloads import joined, one_alone, summed
+from fedcog.federation.outcomes import Outcome, one_after_another
+from fedcog.federation.payloads import one_alone, summed
 from fedcog.federation.workers import Duty, Workers
 from fedcog.models import Model, ModelError
 from fedcog.optimiser import Optimiser
@@ -29,18 +31,12 @@ PASSES, STATES = 4, 12
 Algorithms differ; where it turns out too little, fewer clients are trained at once."""
 
 
-class Outcome(NamedTuple):
-    """What a cohort's round comes to."""
+class Party(NamedTuple):
+    """Clients of one federation, what they were sent, and the cohort that knows their data and seed."""
 
-    kept: State  # stacked, client by client
-    total: State  # the sum of the sound payloads
-    sound: Tensor  # [clients], is all that the client sends finite?
-    keepable: Tensor  # [clients], is all that it keeps finite?
-    loss: Tensor  # [clients], mean over the client's steps
-    distance: Tensor  # [clients], of the local model from the one it was sent
-    hits: Tensor | None  # [clients, classes], the local models' right answers on the test set
-    exhibit: Params  # what a report should show of the first client
-    seconds: Callable[[], dict[str, float]]  # by part; to be asked for when the device has finished
+    cohort: "Cohort"
+    shared: State
+    members: Members
 
 
 class Cohort:
@@ -95,13 +91,33 @@ class Cohort:
         shared = algorithm.unpack(shared, self.common(algorithm, "federation"), self.model)
         if self.mapping == "loop":
             ones = [members.one(row) for row in range(len(members.number))]
-            return _one_after_another([self._train(algorithm, shared, one, round, lr, score) for one in ones])
+            return one_after_another([self._train(algorithm, shared, one, round, lr, score) for one in ones])
+        count = len(members.number)
+        rows = torch.arange(max(size, count)).clamp(max=count - 1)
+        members = members if len(rows) == count else members.some(rows)
+        with self._together():
+            return self._train(algorithm, shared, members, round, lr, score, count)
+
+    @torch.no_grad()
+    def train_together(
+        self, algorithm: Algorithm, parties: Sequence[Party], round: int, lr: float, score: bool
+    ) -> list[Outcome]:
+        """One round of several federations' clients at once: of the same network and data, but each of its own seed."""
+        ready = [
+            party._replace(
+                shared=algorithm.unpack(party.shared, party.cohort.common(algorithm, "federation"), self.model)
+            )
+            for party in parties
+        ]
+        with self._together():
+            return self._train_parties(algorithm, ready, round, lr, score)
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """Within it clients are trained at once; what vmap cannot do is told with a remedy."""
         try:
-            count = len(members.number)
-            rows = torch.arange(max(size, count)).clamp(max=count - 1)
-            members = members if len(rows) == count else members.some(rows)
             with _on_threads(self.threads):
-                return self._train(algorithm, shared, members, round, lr, score, count)
+                yield
         except RuntimeError as error:
             if not any(word in str(error) for word in ("vmap", "functorch", "transform")):
                 raise
@@ -144,7 +160,7 @@ class Cohort:
         parts = {part: sum(one["seconds"][part] for one in found) for part in found[0]["seconds"]}
         share = (time.perf_counter() - began) / sum(parts.values())
         seconds = {part: share * value for part, value in parts.items()}
-        done = _one_after_another([Outcome(**one) for one in found])
+        done = one_after_another([Outcome(**one) for one in found])
         return done._replace(seconds=lambda: seconds)
 
     def close(self) -> None:
@@ -179,32 +195,32 @@ class Cohort:
         nobody = torch.zeros(1, dtype=torch.int64)
         return tree.pick(self.draws(algorithm, scope, round, nobody), 0)
 
-    def course(self, algorithm: Algorithm, uneven: bool = False) -> Course:
+    def course(self, algorithm: Algorithm, uneven: bool = False, apart: bool = False) -> Course:
         """A round of these clients, as functions of tensors."""
         how = (alone, autograd) if self.mapping == "loop" else (together, functional)
         own = self.model, self.task, self.data, self.optimiser, self.batch_size, self.grad_clip
-        return Course(*own, algorithm, *how, uneven)
+        return Course(*own, algorithm, *how, uneven, apart)
 
     def parts(self, count: int) -> list[slice]:
         """So many clients in parts that are trained at once: all of them, if memory suffices."""
         if self.limit is None:
-            self.limit = self._limit(count)
+            self.limit = self._limit()
         size = -(-count // -(-count // min(self.limit, count)))  # parts as even as can be
         return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
-    def shrink(self) -> bool:
-        """Make do with half as many clients at once; False where one is too much already."""
-        if self.limit is None or self.limit <= 1 or self.mapping == "loop":
+    def shrink(self, count: int) -> bool:
+        """Make do with half of so many clients at once; False where one is too much already."""
+        if count <= 1 or self.mapping == "loop":
             return False
-        self.limit = -(-self.limit // 2)
+        self.limit = -(-count // 2)
         self._graphs.forget()
         return True
 
-    def _limit(self, count: int) -> int:
+    def _limit(self) -> int:
         """How many clients fit into what is free of a GPU, by what one forward and backward pass of one takes up."""
         device = self.data.device
         if self.mapping == "loop" or device.type != "cuda":
-            return max(count, 1)
+            return sys.maxsize
         torch.cuda.empty_cache()
         before, free = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)[0]
         torch.cuda.reset_peak_memory_stats(device)
@@ -215,63 +231,88 @@ class Cohort:
         )
         passes = torch.cuda.max_memory_allocated(device) - before
         state = sum(value.nbytes for value in self.model.params.values())
-        return max(1, min(count, int(0.8 * free) // (PASSES * passes + STATES * state)))
+        return max(1, int(0.8 * free) // (PASSES * passes + STATES * state))
 
     def _train(
         self, algorithm: Algorithm, shared: State, members: Members, round: int, lr: float, score: bool, count: int = 1
     ) -> Outcome:
-        device, dtype = self.data.device, self.data.dtype
-        clock, longest = Clock(device), int(members.steps.max())
-        steps = max(longest, self.horizon) if self.mapping == "graph" else longest  # a recording needs one size for all
-        course = self.course(algorithm, uneven=bool((members.steps != steps).any()))
-        numbers, stacked = members.number.reshape(-1), members.number.dim() == 1
+        """One party's round; of its members the first `count` are meant."""
+        done = self._train_parties(algorithm, [Party(self, shared, members)], round, lr, score, count)
+        return done[0]
+
+    def _train_parties(
+        self, algorithm: Algorithm, parties: Sequence[Party], round: int, lr: float, score: bool, count: int = 0
+    ) -> list[Outcome]:
+        device, dtype, data = self.data.device, self.data.dtype, self.data
+        members, numbers = _joined(parties), [party.members.number.reshape(-1) for party in parties]
+        clock, longest, stacked = Clock(device), int(members.steps.max()), members.number.dim() == 1
+        horizon = max(party.cohort.horizon for party in parties)
+        steps = max(longest, horizon) if self.mapping == "graph" else longest  # a recording needs one size for all
+        course = self.course(algorithm, uneven=bool((members.steps != steps).any()), apart=len(parties) > 1)
         members = members._replace(number=members.number.to(device), steps=members.steps.to(device))
         zero = torch.zeros((), dtype=torch.int64, device=device)
-        fixed: State = {
-            "members": members._asdict(),
-            "shared": shared,
-            "lr": torch.tensor(lr, dtype=dtype, device=device),
-        }
+        rate = torch.tensor(lr, dtype=dtype, device=device)
+        fixed: State = {"members": members._asdict(), "shared": _shared(parties), "lr": rate}
 
         buffers = course.buffers(fixed, zero)
-        draws = self.draws(algorithm, "client", round, numbers)
+        draws = tree.join(
+            [party.cohort.draws(algorithm, "client", round, own) for party, own in zip(parties, numbers, strict=True)]
+        )
         draft = course.draft(fixed, buffers, zero, draws if stacked else tree.pick(draws, 0))
         if times := algorithm.redrafts(round):
-            given = fixed | {"buffers": buffers}
-            state = self._repeat(
-                course.redraft, ("generation", algorithm), {"draft": draft, "step": zero}, given, times
-            )
-            draft = state["draft"]
+            begun, given = {"draft": draft, "step": zero}, fixed | {"buffers": buffers}
+            named = "generation", algorithm, course.apart
+            draft = self._repeat(course.redraft, named, begun, given, times)["draft"]
         extra = course.extra(fixed, buffers, zero, draft)
         clock.lap("generation")
 
-        plan = self._plan(algorithm, round, numbers, steps, extra, stacked)
-        fixed |= {"extra": extra.groups, "stock": self.data.stock}
+        plans = tree.join(
+            [
+                party.cohort._plan(algorithm, round, own, steps, extra, stacked)
+                for party, own in zip(parties, numbers, strict=True)
+            ]
+        )
+        plan = tree.apply(lambda value: value.transpose(0, 1) if stacked else value[0], plans)
+        fixed |= {"extra": extra.groups, "stock": data.stock}
         state = course.start(fixed, buffers, zero)
         for first, times, part, staged in self._parts(plan, longest):
             given = fixed | {"plan": part, "staged": staged, "first": zero + first}
-            state = self._repeat(course.advance, ("training", algorithm, course.uneven), state, given, times)
+            key = "training", algorithm, course.uneven, course.apart
+            state = self._repeat(course.advance, key, state, given, times)
         length = self.optimiser.length(members.steps, lr).to(dtype)
         done = course.finish(state, fixed, Effort(members.steps, torch.full_like(members.weight, lr), length))
         loss = state["loss"] / members.steps
-        if len(numbers) > count:
-            done, loss = Finish(**tree.pick(done._asdict(), slice(count))), loss[:count]
-        total = summed(done.payload, done.sound) if stacked else one_alone(done.payload)
         clock.lap("training")
         hits = None
         if score:
-            data, each = self.data, course.each
-            hits = evaluate.hits(self.model, self.task, data, done.local, data.test_x, data.test_y, each)
+            hits = evaluate.hits(self.model, self.task, data, done.local, data.test_x, data.test_y, course.each)
         clock.lap("evaluation")
-        exhibit = tree.pick(extra.exhibit, 0) if stacked else extra.exhibit
-        return Outcome(
-            *(done.kept, total, done.sound, done.keepable, loss, done.distance, hits, exhibit, clock.seconds)
-        )
+        exhibits = extra.exhibit if stacked else tree.stack([extra.exhibit])
+        found: State = {"done": done._asdict(), "loss": loss} | ({} if hits is None else {"hits": hits})
+        found, outcomes, start = found if stacked else tree.stack([found]), list[Outcome](), 0
+        for own in numbers:
+            mine = tree.pick(found, slice(start, start + (count or len(own))))
+            one = Finish(**mine["done"])
+            outcomes.append(
+                Outcome(
+                    kept=one.kept,
+                    total=summed(one.payload, one.sound) if stacked else one_alone(done.payload),
+                    sound=one.sound,
+                    keepable=one.keepable,
+                    loss=mine["loss"],
+                    distance=one.distance,
+                    hits=mine.get("hits"),
+                    exhibit=tree.pick(exhibits, start),
+                    seconds=lambda: {part: value / len(parties) for part, value in clock.seconds().items()},
+                )
+            )
+            start += len(own)
+        return outcomes
 
     def _plan(
         self, algorithm: Algorithm, round: int, numbers: Tensor, steps: int, extra: Extra, stacked: bool
     ) -> State:
-        """Everything that the steps of a round are served, laid out beforehand; the step axis leads."""
+        """Everything that the steps of a round are served, laid out beforehand: [client, step, ...]."""
         own, there = self.data.plan(round, numbers, steps, self.batch_size), numbers.to(self.data.device)
         served = {}
         for group, part in extra.groups.items():
@@ -280,8 +321,7 @@ class Cohort:
             index = streams.windows(self.data.seed, f"extra/{group}", round, there, sizes, length)
             served[group] = index.reshape(len(numbers), steps, self.batch_size)
         plan = {"picks": own.picks, "served": served, "drawn": self.draws(algorithm, "step", round, numbers, steps)}
-        plan |= {} if own.moves is None else {"moves": own.moves}
-        return tree.apply(lambda value: value.transpose(0, 1) if stacked else value[0], plan)
+        return plan | ({} if own.moves is None else {"moves": own.moves})
 
     def _parts(self, plan: State, steps: int) -> Iterator[tuple[int, int, State, Params]]:
         """The plan by parts: (first step, steps, plan, what is staged for it); of data at hand there is one part."""
@@ -307,34 +347,15 @@ def _on_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _one_after_another(done: list[Outcome]) -> Outcome:
-    """The outcomes of clients that were trained alone, as that of a cohort."""
-    nobody = not any(one.sound for one in done)  # then what is not finite is summed, and found to be so
-    ones = [
-        one._replace(
-            kept=tree.stack([one.kept]),
-            total=one.total if one.sound or nobody else {},
-            hits=None if one.hits is None else one.hits[None],
-            **{name: getattr(one, name)[None] for name in ("sound", "keepable", "loss", "distance")},
-        )
-        for one in done
-    ]
-    return side_by_side(ones)
+def _joined(parties: Sequence[Party]) -> Members:
+    """All parties' members, one after another."""
+    if len(parties) == 1:
+        return parties[0].members
+    return Members(**tree.join([party.members._asdict() for party in parties]))
 
 
-def side_by_side(done: Sequence[Outcome]) -> Outcome:
-    """The outcomes of parts of a cohort, as that of the whole."""
-    if len(done) == 1:
-        return done[0]
-    hits = [one.hits for one in done if one.hits is not None]
-    together = {
-        name: torch.cat([getattr(one, name) for one in done]) for name in ("sound", "keepable", "loss", "distance")
-    }
-    return Outcome(
-        kept=tree.apply(lambda *parts: torch.cat(parts), *(one.kept for one in done)),
-        total=joined([one.total for one in done if one.total]),
-        hits=torch.cat(hits) if hits else None,
-        exhibit=done[0].exhibit,
-        seconds=lambda: {part: sum(one.seconds()[part] for one in done) for part in done[0].seconds()},
-        **together,
-    )
+def _shared(parties: Sequence[Party]) -> State:
+    """What the members were sent: one for all, or of several parties a copy for each member."""
+    if len(parties) == 1:
+        return parties[0].shared
+    return tree.join([tree.expand(party.shared, len(party.members.number)) for party in parties])

@@ -59,7 +59,8 @@ class Course(NamedTuple):
     """One client's round as an algorithm has it, mapped over the members by `each`.
 
     `fixed` is what does not change in a round: the members, what they were sent ("shared"), the learning rate ("lr"),
-    and for training all steps' batches. `uneven` says that some members may be done before others.
+    and for training all steps' batches. `uneven` says that some members may be done before others, `apart` that each
+    was sent something of its own: members of several federations are trained at once.
     """
 
     model: Model
@@ -72,6 +73,18 @@ class Course(NamedTuple):
     each: Each
     gradient: Gradient
     uneven: bool
+    apart: bool = False
+
+    def over(self, function: Callable[..., Any], fixed: State, *mapped: Any) -> Any:
+        """`function(member, fixed, ...)` of every member."""
+        members = Members(**fixed["members"])
+        if not self.apart:
+            return self.each(lambda member, *rest: function(member, fixed, *rest))(members, *mapped)
+
+        def own(member: Members, shared: State, *rest: Any) -> Any:
+            return function(member, fixed | {"shared": shared}, *rest)
+
+        return self.each(own)(members, fixed["shared"], *mapped)
 
     def site(self, member: Members, fixed: State, buffers: Params, step: Tensor) -> Site:
         """What a member has in hand at a step."""
@@ -93,45 +106,45 @@ class Course(NamedTuple):
     def buffers(self, fixed: State, step: Tensor) -> Params:
         """The running statistics that the members start from, to be written to."""
 
-        def begin(member: Members) -> Params:
+        def begin(member: Members, fixed: State) -> Params:
             return self.algorithm.client_buffers(self.site(member, fixed, fixed["shared"]["buffers"], step))
 
-        return tree.apply(torch.clone, self.each(begin)(Members(**fixed["members"])))
+        return tree.apply(torch.clone, self.over(begin, fixed))
 
     def draft(self, fixed: State, buffers: Params, step: Tensor, draws: State) -> State:
         """What the members' extra data is made of, as it begins."""
 
-        def begin(member: Members, buffers: Params, draws: State) -> State:
+        def begin(member: Members, fixed: State, buffers: Params, draws: State) -> State:
             return self.algorithm.draft(self.site(member, fixed, buffers, step), draws)
 
-        drafts: State = self.each(begin)(Members(**fixed["members"]), buffers, draws)
+        drafts: State = self.over(begin, fixed, buffers, draws)
         return drafts
 
     def redraft(self, state: State, fixed: State) -> State:
         """The members' drafts {"draft"}, improved once; "step" goes on."""
 
-        def improve(member: Members, buffers: Params, draft: State) -> State:
+        def improve(member: Members, fixed: State, buffers: Params, draft: State) -> State:
             return self.algorithm.redraft(draft, self.site(member, fixed, buffers, state["step"]))
 
-        draft = self.each(improve)(Members(**fixed["members"]), fixed["buffers"], state["draft"])
+        draft = self.over(improve, fixed, fixed["buffers"], state["draft"])
         return {"draft": draft, "step": state["step"] + 1}
 
     def extra(self, fixed: State, buffers: Params, step: Tensor, draft: State) -> Extra:
         """The members' extra data."""
 
-        def end(member: Members, buffers: Params, draft: State) -> Extra:
+        def end(member: Members, fixed: State, buffers: Params, draft: State) -> Extra:
             return self.algorithm.extra_data(self.site(member, fixed, buffers, step), draft)
 
-        extra: Extra = self.each(end)(Members(**fixed["members"]), buffers, draft)
+        extra: Extra = self.over(end, fixed, buffers, draft)
         return extra
 
     def start(self, fixed: State, buffers: Params, step: Tensor) -> State:
         """All that training moves, as it begins."""
 
-        def begin(member: Members, buffers: Params) -> Params:
+        def begin(member: Members, fixed: State, buffers: Params) -> Params:
             return self.algorithm.client_start(self.site(member, fixed, buffers, step))
 
-        params: Params = self.each(begin)(Members(**fixed["members"]), buffers)
+        params: Params = self.over(begin, fixed, buffers)
         motion = self.optimiser.start(params)._replace(step=step)
         loss = torch.zeros_like(fixed["members"]["weight"])
         return {"params": params, "buffers": buffers, "loss": loss} | motion._asdict()
@@ -140,9 +153,11 @@ class Course(NamedTuple):
         """One local step of all members."""
         step, params, motion = state["step"], state["params"], Motion(state["first"], state["second"], state["step"])
         buffers = tree.apply(torch.clone, state["buffers"])  # some networks write over them
-        members, batch = Members(**fixed["members"]), self.batch(fixed, step)
+        batch = self.batch(fixed, step)
 
-        def slope(params: Params, buffers: Params, batch: Batch, member: Members) -> tuple[Params, Tensor, Params]:
+        def slope(
+            member: Members, fixed: State, params: Params, buffers: Params, batch: Batch
+        ) -> tuple[Params, Tensor, Params]:
             here = self.site(member, fixed, buffers, step)
 
             def loss(params: Params, batch: Batch, track: bool = True) -> Tensor:
@@ -155,16 +170,18 @@ class Course(NamedTuple):
                 tree.apply(unwrap_if_dead, here.buffers),
             )
 
-        def settle(before: Params, after: Params, buffers: Params, batch: Batch, member: Members) -> Params:
+        def settle(
+            member: Members, fixed: State, before: Params, after: Params, buffers: Params, batch: Batch
+        ) -> Params:
             return self.algorithm.after_step(before, after, batch, self.site(member, fixed, buffers, step))
 
-        grads, value, buffers = self.each(slope)(params, buffers, batch, members)
+        grads, value, buffers = self.over(slope, fixed, params, buffers, batch)
         after, moved = self.optimiser.step(params, grads, motion, fixed["lr"])
-        after = self.each(settle)(params, after, buffers, batch, members)
+        after = self.over(settle, fixed, params, after, buffers, batch)
         new = {"params": {name: after[name] for name in params}, "buffers": buffers, "loss": state["loss"] + value}
         new |= {"first": moved.first, "second": moved.second}
         if self.uneven:
-            busy = step < members.steps
+            busy = step < fixed["members"]["steps"]
             new = tree.apply(lambda one, other: torch.where(_like(busy, one), one, other), new, state)
         return new | {"step": moved.step}
 
@@ -181,14 +198,14 @@ class Course(NamedTuple):
     def finish(self, state: State, fixed: State, effort: Effort) -> Finish:
         """What the members keep and send, the models they would use, and whether all of it is finite."""
 
-        def end(params: Params, buffers: Params, member: Members, effort: Effort) -> Finish:
+        def end(member: Members, fixed: State, params: Params, buffers: Params, effort: Effort) -> Finish:
             here = self.site(member, fixed, buffers, state["step"])
             kept, payload = self.algorithm.client_update(params, here, effort)
             distance = tree.norm(tree.change(here.shared["params"], params))
             local = self.algorithm.client_model(params, here)
             return Finish(kept, payload, local, distance, finite(payload), finite(kept))
 
-        found: Finish = self.each(end)(state["params"], state["buffers"], Members(**fixed["members"]), effort)
+        found: Finish = self.over(end, fixed, state["params"], state["buffers"], effort)
         return found
 
 

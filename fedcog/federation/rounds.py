@@ -104,46 +104,81 @@ def round_half_up(number: float) -> int:
     return int(number + 0.5)
 
 
-def federate(
-    algorithm: Algorithm, backend: Backend, scorer: Scorer, schedule: Schedule, server: State, start: int
-) -> Iterator[Round]:
-    """Rounds `start`, `start` + 1, ... of a federation, one by one; each line counts rounds from 1."""
-    hits: Params | None = None
-    for round in range(start, schedule.rounds):
-        began = time.perf_counter()
-        due = schedule.evaluates(round)
-        before = None
-        if due and schedule.evaluate_local:
-            before = (tree.read(scorer.hits(server)) if hits is None else hits)["test"]
+class Work(NamedTuple):
+    """What a round asks of its clients."""
+
+    round: int
+    clients: list[int]
+    candidates: list[int]
+    shared: State
+    lr: float
+    before: Tensor | None  # the sent model's hits, if local models are to be scored
+    began: float
+
+
+class Federation:
+    """A server and its rounds: what each asks of clients, and what comes of the answer."""
+
+    def __init__(
+        self, algorithm: Algorithm, backend: Backend, scorer: Scorer, schedule: Schedule, server: State
+    ) -> None:
+        self.algorithm, self.backend, self.scorer = algorithm, backend, scorer
+        self.schedule, self.server = schedule, server
+        self._hits: Params | None = None
+
+    def ask(self, round: int) -> Work:
+        """Who takes part in a round, and what they are sent."""
+        began, schedule, before = time.perf_counter(), self.schedule, None
+        if schedule.evaluates(round) and schedule.evaluate_local:
+            known = tree.read(self.scorer.hits(self.server)) if self._hits is None else self._hits
+            before = known["test"]
         clients = candidates = schedule.selection.candidates(round)
         if schedule.selection.asks != "nothing":
-            weights = algorithm.server_model(server)
-            losses = backend.losses(weights, candidates, round, schedule.selection.asks)
+            weights = self.algorithm.server_model(self.server)
+            losses = self.backend.losses(weights, candidates, round, schedule.selection.asks)
             clients = schedule.selection.choose(candidates, losses)
         lr = schedule.lr * schedule.lr_decay**round
-        shared = algorithm.broadcast(server)
-        gathered = backend.gather(algorithm, shared, clients, round, lr, before)
-        clock = Clock(next(iter(tree.flatten(server).values())).device)
+        return Work(round, clients, candidates, self.algorithm.broadcast(self.server), lr, before, began)
+
+    def answer(self, work: Work, gathered: Gathered) -> Round:
+        """The round finished; its line counts rounds from 1."""
+        round, clients, candidates = work.round, work.clients, work.candidates
+        clock = Clock(next(iter(tree.flatten(self.server).values())).device)
         with torch.no_grad():
-            server = algorithm.server_update(server, gathered.total, backend.draws(algorithm, round))
+            server = self.algorithm.server_update(
+                self.server, gathered.total, self.backend.draws(self.algorithm, round)
+            )
         clock.lap("server")
+        due = self.schedule.evaluates(round)
         found = {"client": gathered.findings, "finite": finite(server), "readings": server.get("readings", {})}
-        read = tree.read(found | ({"hits": scorer.hits(server)} if due else {}))  # the round's only look at the device
+        found |= {"hits": self.scorer.hits(server)} if due else {}
+        read = tree.read(found)  # the round's only look at the device
         clock.lap("evaluation")
         report = gathered.settle(read["client"])
         if not read["finite"]:
             raise Diverged([], round)
+        self.server, self._hits = server, read.get("hits")
         line: dict[str, Any] = {"round": round + 1, "clients": clients, "loss": report.loss}
         line |= {"candidates": candidates} if len(candidates) > len(clients) else {}
         line |= {"skipped": report.skipped} if report.skipped else {}
         line |= {"forgot": report.forgot} if report.forgot else {}
         line |= {name: float(value) for name, value in read.get("readings", {}).items()}
-        hits = read.get("hits")
-        if hits is not None:
-            line |= scorer.scores(hits)
+        if self._hits is not None:
+            line |= self.scorer.scores(self._hits)
             personal = [float(client["own_accuracy"]) for client in report.local if "own_accuracy" in client]
             line |= {"personal_accuracy": sum(personal) / len(personal)} if personal else {}
         seconds = dict(report.seconds)
         seconds["evaluation"] += clock.seconds()["evaluation"] if due else 0.0
-        line |= {"local": report.local, "seconds": seconds | {"total": time.perf_counter() - began}}
-        yield Round(line, server, report.exhibit)
+        line |= {"local": report.local, "seconds": seconds | {"total": time.perf_counter() - work.began}}
+        return Round(line, server, report.exhibit)
+
+
+def federate(
+    algorithm: Algorithm, backend: Backend, scorer: Scorer, schedule: Schedule, server: State, start: int
+) -> Iterator[Round]:
+    """Rounds `start`, `start` + 1, ... of a federation, one by one."""
+    federation = Federation(algorithm, backend, scorer, schedule, server)
+    for round in range(start, schedule.rounds):
+        work = federation.ask(round)
+        gathered = backend.gather(algorithm, work.shared, work.clients, round, work.lr, work.before)
+        yield federation.answer(work, gathered)

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from fedcog.algorithms import Algorithm, Origin
 from fedcog.federation import evaluate
-from fedcog.federation.cohort import Cohort, Outcome, side_by_side
+from fedcog.federation.cohort import Cohort, Party
 from fedcog.federation.course import Members
 from fedcog.federation.evaluate import accuracy, own_accuracy
-from fedcog.federation.rounds import Diverged, Gathered, Report
+from fedcog.federation.outcomes import Outcome, side_by_side
+from fedcog.federation.rounds import Diverged, Gathered, Report, Work
 from fedcog.federation.selection import Asked
 from fedcog.federation.store import Store
 from fedcog.tree import Params, State
@@ -67,6 +68,11 @@ class Simulation:
     ) -> Gathered:
         """The sum of the clients' payloads, and findings. `before`: the sent model's hits, if scores are wanted."""
         outcome, kept = self._train(algorithm, shared, clients, round, lr, before is not None)
+        return self._gathered(clients, round, before, outcome, kept)
+
+    def _gathered(
+        self, clients: Sequence[int], round: int, before: Tensor | None, outcome: Outcome, kept: list[State]
+    ) -> Gathered:
         rows = torch.tensor(clients).to(self.counts.device)
         findings: State = {
             "sound": outcome.sound,
@@ -84,6 +90,12 @@ class Simulation:
 
         return Gathered(outcome.total, findings, settle)
 
+    def members(self, algorithm: Algorithm, shared: State, clients: Sequence[int]) -> Members:
+        """Clients with all that they have of their own."""
+        number, own = torch.tensor(clients), self.store.take(clients, algorithm, shared)
+        rows = number.to(self.counts.device)
+        return Members(number, own, self.weights[rows], self.counts[rows], self.steps[number])
+
     def _train(
         self, algorithm: Algorithm, shared: State, clients: Sequence[int], round: int, lr: float, score: bool
     ) -> tuple[Outcome, list[State]]:
@@ -92,15 +104,13 @@ class Simulation:
         try:
             for part in parts:
                 some = clients[part]
-                number, own = torch.tensor(some), self.store.take(some, algorithm, shared)
-                rows = number.to(self.counts.device)
-                members = Members(number, own, self.weights[rows], self.counts[rows], self.steps[number])
+                members = self.members(algorithm, shared, some)
                 outcome = self.cohort.train(algorithm, shared, members, round, lr, score, size=parts[0].stop)
                 kept += self.store.rows(some, outcome.kept)
                 done.append(outcome._replace(kept={}))
         except torch.cuda.OutOfMemoryError:
             del done, kept
-            if not self.cohort.shrink():
+            if not self.cohort.shrink(parts[0].stop):
                 raise
             return self._train(algorithm, shared, clients, round, lr, score)
         return side_by_side(done), kept
@@ -147,3 +157,32 @@ class Simulation:
             index = data.own(client) if over == "all" else data.pick("choice", round, one, some)[0]
             found.append(evaluate.loss(self.cohort.model, self.cohort.task, data, weights, index))
         return found
+
+
+def gather_together(simulations: Sequence[Simulation], algorithm: Algorithm, works: Sequence[Work]) -> list[Gathered]:
+    """What each of several simulations would gather, their clients trained as one larger cohort where that fits.
+
+    They are simulations of one experiment that differ in their seed alone, in the same round.
+    """
+    first, work = simulations[0].cohort, works[0]
+    if len(works) > 1 and first.mapping != "loop" and len(first.parts(sum(len(one.clients) for one in works))) == 1:
+        parties = [
+            Party(simulation.cohort, one.shared, simulation.members(algorithm, one.shared, one.clients))
+            for simulation, one in zip(simulations, works, strict=True)
+        ]
+        try:
+            done = first.train_together(algorithm, parties, work.round, work.lr, work.before is not None)
+        except torch.cuda.OutOfMemoryError:
+            first.shrink(sum(len(one.clients) for one in works))
+        else:
+            return [
+                simulation._gathered(
+                    *(one.clients, one.round, one.before, outcome._replace(kept={})),
+                    simulation.store.rows(one.clients, outcome.kept),
+                )
+                for simulation, one, outcome in zip(simulations, works, done, strict=True)
+            ]
+    return [
+        simulation.gather(algorithm, one.shared, one.clients, one.round, one.lr, one.before)
+        for simulation, one in zip(simulations, works, strict=True)
+    ]

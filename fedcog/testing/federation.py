@@ -62,15 +62,16 @@ class Small:
         lr: float = 0.05,
         device: str = "cpu",
         skip_diverged: bool = False,
+        seed: int = 3,
     ) -> None:
         self.algorithm, self.dataset = algorithm, dataset or images()
         indices = list(torch.split(torch.arange(sum(sizes)), list(sizes)))
         where = torch.device(device)
         self.data = FederatedData(
-            self.dataset, indices, seed=3, augment=self.dataset.augment, device=where, dtype=dtype
+            self.dataset, indices, seed=seed, augment=self.dataset.augment, device=where, dtype=dtype
         )
         shape = self.dataset.input_shape
-        module = module or build("small", shape, CLASSES, seed=1)
+        module = module or build("small", shape, CLASSES, seed=seed - 2)
         self.model = Model(module, shape, CLASSES).to(where, dtype)
         self.task = SingleLabel(CLASSES)
         cohort = Cohort(
@@ -86,7 +87,7 @@ class Small:
             cohort, local_steps=steps, local_epochs=epochs, weight_cap=0, skip_diverged=skip_diverged
         )
         count = max(1, round_half_up(participation * len(sizes)))
-        self.schedule = Schedule(rounds, Uniform(len(sizes), count, seed=3), lr, 1.0, 1, True)
+        self.schedule = Schedule(rounds, Uniform(len(sizes), count, seed=seed), lr, 1.0, 1, True)
         self.server: State = self.backend.begin(algorithm)
 
     def hits(self, server: State) -> Params:

@@ -10,8 +10,9 @@ from torch import nn
 
 from fedcog.data import Dataset
 from fedcog.experiments.config import Experiment, name_of
+from fedcog.experiments.prepare import find_device, surroundings
 from fedcog.experiments.record import RunDirectory
-from fedcog.experiments.run import Run, Watch, read, run
+from fedcog.experiments.run import Run, Watch, carry_out, in_step, read
 from fedcog.experiments.summary import labels
 from fedcog.federation.rounds import Diverged
 
@@ -43,27 +44,34 @@ def compare(
     """Every experiment with every seed, in OUT/ALGORITHM/seed-N, and one report of all.
 
     What is already there is continued or, where finished, only read: a comparison may be stopped and started again. A
-    run that diverges does not keep the others from running: its `diverged` says why it ended early.
+    run that diverges does not keep the others from running: its `diverged` says why it ended early. On a GPU the seeds
+    of an experiment run in step, their clients as one larger cohort: each ends as it would alone, but for rounding.
     """
-    runs = []
-    for experiment, place in places(out, experiments, seeds):
-        try:
-            done = run(
-                experiment,
-                place,
-                data=data,
-                model=model,
-                resume=True,
-                report=False,
-                watch=watch,
-                stopping=stopping,
-                command=command,
-            )
-        except Diverged:  # the others are worth having all the same; the run says what happened
-            done = read(place)
-            warnings.warn(f"{name_of(experiment.algorithm)}, seed {experiment.seed}: {done.diverged}", stacklevel=2)
-        runs.append(done)
+    runs = list[Run]()
+    own = {"data": data, "model": model, "resume": True, "watch": watch, "stopping": stopping, "command": command}
+    for experiment, group in _groups(places(out, experiments, seeds)):
+        with surroundings(experiment.threads, experiment.tf32):
+            done = in_step([carry_out(one, place, **own) for one, place in group])  # type: ignore[arg-type]
+        for (one, place), ended in zip(group, done, strict=True):
+            if isinstance(ended, Diverged):  # the others are worth having all the same; the run says what happened
+                ended = read(place)
+                warnings.warn(f"{name_of(one.algorithm)}, seed {one.seed}: {ended.diverged}", stacklevel=2)
+            runs.append(ended)
     from fedcog.experiments.report import page  # draws: loads matplotlib
 
     RunDirectory(out).save_report(page([one.path for one in runs]))
     return runs
+
+
+def _groups(all_: list[tuple[Experiment, Path]]) -> list[tuple[Experiment, list[tuple[Experiment, Path]]]]:
+    """Runs that are carried out in step: seeds of one experiment whose clients train together; else each alone."""
+    groups: dict[object, list[tuple[Experiment, Path]]] = {}
+    for experiment, place in all_:
+        mates = dataclasses.replace(experiment, seed=0) if _stacked(experiment) else place
+        groups.setdefault(mates, []).append((experiment, place))
+    return [(group[0][0], group) for group in groups.values()]
+
+
+def _stacked(experiment: Experiment) -> bool:
+    """Do several seeds train as one? On a GPU, where ten clients leave most of it idle."""
+    return find_device(experiment.device).type == "cuda" and experiment.mapping in ("auto", "graph")

@@ -6,9 +6,9 @@ import datetime
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,9 +20,10 @@ from fedcog.data import Dataset
 from fedcog.experiments.config import Experiment, layers, name_of, own_settings
 from fedcog.experiments.prepare import Prepared, check_runnable, surroundings
 from fedcog.experiments.record import Checkpoint, RecordError, RunDirectory
-from fedcog.federation.rounds import Diverged, Round, federate
+from fedcog.federation.rounds import Diverged, Federation, Gathered, Work
+from fedcog.federation.simulation import Simulation, gather_together
 from fedcog.models import build
-from fedcog.tree import Params, State
+from fedcog.tree import State
 
 Watch = Callable[[Experiment, dict[str, Any]], None]
 
@@ -87,14 +88,79 @@ def run(
     continued after its last checkpoint; one that is finished is only read. `watch` is called with the experiment and
     every new round's line; once `stopping` says so, the run ends with `Interrupted` after a whole round.
     """
+    own = {"data": data, "model": model, "resume": resume, "watch": watch, "stopping": stopping, "command": command}
+    with surroundings(experiment.threads, experiment.tf32):
+        (finished,) = in_step([carry_out(experiment, out, **own)])  # type: ignore[arg-type]
+        if isinstance(finished, Diverged):
+            raise finished
+        if report:
+            from fedcog.experiments.report import page  # draws: loads matplotlib
+
+            RunDirectory(finished.path).save_report(page([finished.path]))
+        return finished
+
+
+class Turn(NamedTuple):
+    """A run that waits for what its clients make of a round."""
+
+    backend: Simulation
+    algorithm: Algorithm
+    work: Work
+
+
+Running = Generator[Turn, Gathered, Run]
+
+
+def in_step(runs: Sequence[Running]) -> list[Run | Diverged]:
+    """Runs of one experiment that differ in their seed, round by round; clients of the same round train together.
+
+    What diverges ends alone; whatever else is raised ends all.
+    """
+    ended: dict[int, Run | Diverged] = {}
+    turns: dict[int, Turn] = {}
+
+    def go_on(place: int, gathered: Gathered | None) -> None:
+        try:
+            turns[place] = next(runs[place]) if gathered is None else runs[place].send(gathered)
+        except StopIteration as end:
+            ended[place] = end.value
+        except Diverged as error:
+            ended[place] = error
+
+    with contextlib.ExitStack() as ending:
+        for running in runs:
+            ending.callback(running.close)
+        for place in range(len(runs)):
+            go_on(place, None)
+        while turns:
+            now = min(turn.work.round for turn in turns.values())
+            places = [place for place, turn in turns.items() if turn.work.round == now]
+            waiting = [turns.pop(place) for place in places]
+            simulations, works = [turn.backend for turn in waiting], [turn.work for turn in waiting]
+            for place, gathered in zip(places, gather_together(simulations, waiting[0].algorithm, works), strict=True):
+                go_on(place, gathered)
+    return [ended[place] for place in range(len(runs))]
+
+
+def carry_out(
+    experiment: Experiment,
+    out: str | Path | None = None,
+    *,
+    data: Dataset | None = None,
+    model: nn.Module | None = None,
+    resume: bool = False,
+    watch: Watch | None = None,
+    stopping: Callable[[], bool] | None = None,
+    command: str | None = None,
+) -> Running:
+    """An experiment as it is carried out: it asks for each round's gathering, and returns the run as recorded."""
     own: dict[str, Any] = {"dataset": "custom"} if data is not None else {}
     own |= {"model": "custom"} if model is not None else {}
     if data is not None and data.indices is not None:
         own |= {"partition": "given", "clients": len(data.indices)}
     experiment = dataclasses.replace(experiment, **own)
     directory = RunDirectory(out or default_out(experiment))
-    inside = surroundings(experiment.threads, experiment.tf32)
-    with directory.locked(), inside, contextlib.ExitStack() as ending:
+    with directory.locked(), contextlib.ExitStack() as ending:
         if directory.exists():
             _check_same(directory, experiment, resume)
         elif directory.load() is not None or directory.lines():
@@ -105,28 +171,28 @@ def run(
         directory.begin(experiment, directory.provenance() or _provenance(command, prepared.device))
         directory.save_federation(*prepared.federation())
         directory.rewind(start)
-        done = federate(experiment.algorithm, prepared.backend, prepared, prepared.schedule, prepared.server, start)
-
-        def save(round: int, server: State, clients: Params) -> None:
-            directory.save(Checkpoint(round, server, clients, prepared.about))
-
-        for (line, server, exhibit), clients in _watched(done, prepared, directory, save):
+        algorithm, backend = experiment.algorithm, prepared.backend
+        federation = Federation(algorithm, backend, prepared, prepared.schedule, prepared.server)
+        last: Checkpoint | None = None
+        for round in range(start, experiment.rounds):
+            work = federation.ask(round)
+            gathered = yield Turn(backend, algorithm, work)
+            try:
+                line, server, exhibit = federation.answer(work, gathered)
+            except Diverged as error:
+                raise _told(error, experiment, directory, last) from None
+            last = Checkpoint(line["round"], server, backend.store.flatten(), prepared.about)
             if exhibit:
                 directory.save_exhibit(line["round"], prepared.shown(exhibit))
             directory.append(line)
             stop = stopping is not None and stopping() and line["round"] < experiment.rounds
             if line["round"] % experiment.checkpoint_every == 0 or line["round"] == experiment.rounds or stop:
-                save(line["round"], server, clients)
+                directory.save(last)
             if watch:
                 watch(experiment, line)
             if stop:
                 raise Interrupted(f"stopped after round {line['round']} of {experiment.rounds}")
-        finished = Run(directory.path, experiment, directory.lines())
-        if report:
-            from fedcog.experiments.report import page  # draws: loads matplotlib
-
-            directory.save_report(page([directory.path]))
-        return finished
+        return Run(directory.path, experiment, directory.lines())
 
 
 def load(path: str | Path, model: nn.Module | None = None, algorithm: Algorithm | None = None) -> nn.Module:
@@ -221,27 +287,14 @@ def _restore(directory: RunDirectory, prepared: Prepared) -> int:
     return checkpoint.round
 
 
-def _watched(
-    rounds: Iterator[Round],
-    prepared: Prepared,
-    directory: RunDirectory,
-    save: Callable[[int, State, Params], None],
-) -> Iterator[tuple[Round, Params]]:
-    """The rounds, each with the clients' states; where training diverges, the last good one is saved and the likely
-    setting named."""
-    last: tuple[Round, Params] | None = None
-    experiment = prepared.experiment
-    try:
-        for round in rounds:
-            last = round, prepared.backend.store.flatten()
-            yield last
-    except Diverged as error:
-        if last is not None:  # and not the store as it is now: the round that failed may have moved it
-            save(last[0].line["round"], last[0].server, last[1])
-        good = f"The checkpoint is that of round {error.round}." if error.round else "There is no good round before it."
-        told = Diverged(error.clients, error.round, f"{_advice(experiment, error)} {good}")
-        directory.fail(str(told))
-        raise told from None
+def _told(error: Diverged, experiment: Experiment, directory: RunDirectory, last: Checkpoint | None) -> Diverged:
+    """Where training diverged: the last good round is saved, and the likely setting named."""
+    if last is not None:  # and not the store as it is now: the round that failed may have moved it
+        directory.save(last)
+    good = f"The checkpoint is that of round {error.round}." if error.round else "There is no good round before it."
+    told = Diverged(error.clients, error.round, f"{_advice(experiment, error)} {good}")
+    directory.fail(str(told))
+    return told
 
 
 def _advice(experiment: Experiment, error: Diverged) -> str:

@@ -287,27 +287,10 @@ class Cohort:
         if score:
             hits = evaluate.hits(self.model, self.task, data, done.local, data.test_x, data.test_y, course.each)
         clock.lap("evaluation")
-        exhibits = extra.exhibit if stacked else tree.stack([extra.exhibit])
-        found: State = {"done": done._asdict(), "loss": loss} | ({} if hits is None else {"hits": hits})
-        found, outcomes, start = found if stacked else tree.stack([found]), list[Outcome](), 0
-        for own in numbers:
-            mine = tree.pick(found, slice(start, start + (count or len(own))))
-            one = Finish(**mine["done"])
-            outcomes.append(
-                Outcome(
-                    kept=one.kept,
-                    total=summed(one.payload, one.sound) if stacked else one_alone(done.payload),
-                    sound=one.sound,
-                    keepable=one.keepable,
-                    loss=mine["loss"],
-                    distance=one.distance,
-                    hits=mine.get("hits"),
-                    exhibit=tree.pick(exhibits, start),
-                    seconds=lambda: {part: value / len(parties) for part, value in clock.seconds().items()},
-                )
-            )
-            start += len(own)
-        return outcomes
+        found: State = {"done": done._asdict(), "loss": loss, "exhibit": extra.exhibit}
+        found |= {} if hits is None else {"hits": hits}
+        sizes = [len(own) for own in numbers]
+        return _outcomes(found if stacked else tree.stack([found]), sizes, count, stacked, clock)
 
     def _plan(
         self, algorithm: Algorithm, round: int, numbers: Tensor, steps: int, extra: Extra, stacked: bool
@@ -345,6 +328,32 @@ def _on_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def _outcomes(found: State, sizes: Sequence[int], count: int, stacked: bool, clock: Clock) -> list[Outcome]:
+    """What each party's round comes to: of its members all, or the first `count`."""
+    outcomes, start = [], 0
+
+    def seconds() -> dict[str, float]:
+        return {part: value / len(sizes) for part, value in clock.seconds().items()}
+
+    for size in sizes:
+        mine = tree.pick(found, slice(start, start + (count or size)))
+        one, start = Finish(**mine["done"]), start + size
+        outcomes.append(
+            Outcome(
+                kept=one.kept,
+                total=summed(one.payload, one.sound) if stacked else one_alone(tree.pick(one.payload, 0)),
+                sound=one.sound,
+                keepable=one.keepable,
+                loss=mine["loss"],
+                distance=one.distance,
+                hits=mine.get("hits"),
+                exhibit=tree.pick(mine.get("exhibit", {}), 0),
+                seconds=seconds,
+            )
+        )
+    return outcomes
 
 
 def _joined(parties: Sequence[Party]) -> Members:

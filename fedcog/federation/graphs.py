@@ -63,7 +63,7 @@ class Layout:
         self._step = step
         self._moving, self._still = tree.flatten(self.state), tree.flatten(self.fixed)
         self.tensors = [*self._moving.values(), *self._still.values()]
-        self._begun = list(tree.flatten(state).values())
+        self.begun = list(tree.flatten(state).values())
 
     def fill(self, state: State, fixed: State) -> None:
         """Put a round's numbers in place."""
@@ -98,7 +98,7 @@ class Layout:
 
     def reset(self) -> None:
         """Put the state back as it was given: it may hold a place in a plan, which must not run over its end."""
-        for place, given in zip(self._moving.values(), self._begun, strict=True):
+        for place, given in zip(self._moving.values(), self.begun, strict=True):
             place.copy_(given)
 
 
@@ -115,6 +115,7 @@ class Recording:
                 layout.reset()
         torch.cuda.current_stream().wait_stream(aside)
         self._graphs = {size: self._capture(run, size) for size in (BURST, 1)}
+        layout.begun.clear()
 
     def _capture(self, run: Callable[..., object], size: int) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -161,10 +162,14 @@ class Graphs:
         if self.fuse:
             try:
                 return Recording(layout, fused(layout))
+            except torch.cuda.OutOfMemoryError:  # fewer clients at once will do
+                raise
             except Exception as error:  # of a compiler, or of a network or an algorithm of somebody's own
                 reason = f"not fused ({_first_line(error)})"
         try:
             recording = Recording(layout, layout.write)
+        except torch.cuda.OutOfMemoryError:
+            raise
         except Exception as error:
             warnings.warn(f"the GPU works step by step, not as a recorded graph: {_first_line(error)}", stacklevel=2)
             return None

@@ -39,6 +39,10 @@ class Prepared:
     def __init__(self, experiment: Experiment, data: Dataset | None = None, module: nn.Module | None = None) -> None:
         self.experiment = experiment
         self.device = find_device(experiment.device)
+        if experiment.mapping == "graph" and self.device.type != "cuda":
+            raise ConfigError(
+                [f"mapping 'graph' records CUDA graphs, and this would run on '{self.device}': set --mapping auto."]
+            )
         if self.device.type == "cuda" and experiment.mapping in ("auto", "graph"):
             graphs.get_ready()
         if faults := check_runnable(experiment):

@@ -14,6 +14,7 @@ import fedcog
 from fedcog import Experiment, FedCOG, FedProx, Run, tree
 from fedcog.experiments import summary
 from fedcog.experiments.compare import compare
+from fedcog.experiments.prepare import Prepared
 from fedcog.experiments.record import RecordError, RunDirectory
 from fedcog.federation.rounds import Diverged
 from fedcog.settings import ConfigError
@@ -415,3 +416,24 @@ def test_a_diverging_client_can_be_left_out_of_its_round(tmp_path: Path) -> None
     assert done.lines[-1]["clients"] == [0, 1, 2] and done.lines[-1]["loss"] > 0
     checkpoint = RunDirectory(tmp_path / "skip").load()
     assert checkpoint is not None and checkpoint.known == {0, 1}  # it keeps nothing of a round it was left out of
+
+
+def test_graphs_are_refused_without_a_gpu(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="set --mapping auto"):
+        fedcog.run(Experiment(rounds=1, mapping="graph", device="cpu"), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("settings", "mapping"),
+    [
+        ({"local_steps": 3, "batch_size": 16}, "vmap"),
+        ({"local_steps": 400}, "loop"),
+        ({"local_epochs": 1.0, "batch_size": 16, "clients": 100}, "vmap"),
+        ({"local_steps": 3, "batch_size": 16, "workers": 2}, "loop"),
+        ({"local_steps": 3, "batch_size": 16, "mapping": "loop"}, "loop"),
+    ],
+)
+def test_short_rounds_go_together_on_a_cpu(settings: dict[str, Any], mapping: str) -> None:
+    prepared = Prepared(Experiment(device="cpu", **settings))
+    assert prepared.backend.cohort.mapping == mapping
+    assert prepared.backend.cohort.threads == (1 if mapping == "vmap" else 0)

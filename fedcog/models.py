@@ -40,8 +40,10 @@ class Model:
         self._tied = len({id(value) for _, value in named}) < len(named)  # looking for ties at every call costs 5%
         # In order of their names, as files give them back: sums over a model are then the same after a resume.
         trained = {name: value for name, value in sorted(module.named_parameters()) if value.requires_grad}
-        self.params: Params = {name: value.detach() for name, value in trained.items()}
-        self.buffers: Params = {name: value for name, value in sorted(module.named_buffers()) if name in moving}
+        # Contiguous, as files and messages give them back: otherwise the last bit would hang on where they come from.
+        self.params: Params = {name: value.detach().contiguous() for name, value in trained.items()}
+        moved = {name: value for name, value in sorted(module.named_buffers()) if name in moving}
+        self.buffers: Params = {name: value.contiguous() for name, value in moved.items()}
         self._train = copy.deepcopy(module).requires_grad_(False).train()
         self._eval = copy.deepcopy(module).requires_grad_(False).eval()
         self._side_by_side = False

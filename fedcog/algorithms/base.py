@@ -202,7 +202,10 @@ class Algorithm:
         return 0
 
     def redraft(self, draft: State, site: Site) -> State:
-        """The draft, improved once, in the same form; `site.step` counts from 0."""
+        """The draft, improved once, in the same form; `site.step` counts from 0.
+
+        A wrapper may have it called more often than `redrafts` says: leave the draft alone from that step on.
+        """
         return draft
 
     def extra_data(self, site: Site, draft: State) -> Extra:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from fedcog import generation
@@ -70,12 +71,14 @@ class FedCOG(Wrapper):
     def redraft(self, draft: State, site: Site) -> State:
         """The inputs one step of Adam on (eq. 1)."""
         draft = self.inner.redraft(draft, site)
-        if "made" not in draft:
+        if "made" not in draft or not self._recipe.steps:
             return draft
         teacher, recipe = self._teacher(site), self._recipe
         student = teacher | site.own["previous"]
         loss = generation.objective(site.task, site.model, teacher, student, recipe.disagreement, self.count)
-        return draft | {"made": generation.improve(loss, draft["made"], site.step, recipe, site.gradient)}
+        made = generation.improve(loss, draft["made"], site.step, recipe, site.gradient)
+        due = site.step < recipe.steps  # an algorithm inside may ask for more
+        return draft | {"made": {name: torch.where(due, value, draft["made"][name]) for name, value in made.items()}}
 
     def extra_data(self, site: Site, draft: State) -> Extra:
         """Generated inputs with their labels and the teacher's outputs; eight of them are shown on their way."""

@@ -134,7 +134,7 @@ class Prepared:
         if experiment.local_epochs:
             steps = int(experiment.local_epochs * int(self.data.sizes.max()) / experiment.batch_size) + 1
         ours = all(type(layer).__module__.startswith("fedcog.") for _, layer in layers(experiment.algorithm))
-        short = count.get_total_flops() * steps <= SHORT and not experiment.workers
+        short = count.get_total_flops() * steps <= SHORT
         return ("vmap", 1) if short and ours and self.model_name != "custom" else ("loop", 0)
 
     def hits(self, server: State) -> Params:

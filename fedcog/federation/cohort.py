@@ -119,7 +119,7 @@ class Cohort:
             with _on_threads(self.threads):
                 yield
         except RuntimeError as error:
-            if not any(word in str(error) for word in ("vmap", "functorch", "transform")):
+            if not any(word in str(error) for word in ("vmap", "functorch", "transform", "channels_last")):
                 raise
             if "randomness" in str(error):
                 raise ModelError(

@@ -15,10 +15,10 @@ import traceback
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -74,27 +74,36 @@ class Workers:
 
         def hand_out(line: Connection) -> None:
             busy[line] = left.popleft()
-            line.send_bytes(messages.pack({"item": items[busy[line]]}))
+            with self._listening(line):
+                line.send_bytes(messages.pack({"item": items[busy[line]]}))
 
-        line = next(iter(self._crew))
         try:
             for line in list(self._crew)[: len(items)]:
-                line.send_bytes(shared)
+                with self._listening(line):
+                    line.send_bytes(shared)
                 hand_out(line)
             while busy:
                 for ready in wait(list(busy)):
                     line = ready  # type: ignore[assignment]
-                    found[busy.pop(line)] = _checked(messages.unpack(line.recv_bytes()))
+                    with self._listening(line):
+                        answer = line.recv_bytes()
+                    found[busy.pop(line)] = _checked(messages.unpack(answer))
                     if left:
                         hand_out(line)
-        except (EOFError, ConnectionError) as error:
-            process = self._crew[line]
-            self.close()
-            raise WorkerDied(_last_words(process.exitcode)) from error
         except BaseException:
             self.close()
             raise
         return found
+
+    @contextlib.contextmanager
+    def _listening(self, line: Connection) -> Iterator[None]:
+        """Within it, a line that ends means a worker that died."""
+        try:
+            yield
+        except (EOFError, ConnectionError) as error:
+            process = self._crew[line]
+            process.join(timeout=1)
+            raise WorkerDied(_last_words(process.exitcode)) from error
 
 
 def _end(crew: dict[Connection, ForkProcess], owner: int) -> None:
@@ -125,12 +134,22 @@ def _work(line: Connection, threads: int, begin: Callable[[State], Duty], parent
     gc.freeze()  # what was inherited is the parent's to finalise
     os.closerange(3, line.fileno())  # a lock on a directory, others' lines: all of them would outlive the parent
     os.closerange(line.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+    # A progress bar's, or any stream's lock may have been held by another thread of the parent: nobody will release it.
+    sys.stdout, sys.stderr = (_stream(number) for number in (1, 2))
     # OpenMP keeps its threads by the thread that asks for them: this one remembers some that the fork left behind, and
     # would wait for them; a new one starts its own.
     threading.Thread(target=_answer, args=(line, threads, begin), daemon=True).start()
     while os.getppid() == parent:
         time.sleep(WATCH)
     os._exit(1)
+
+
+def _stream(number: int) -> TextIO:
+    """A stream of this process alone to a file that is open already; to nowhere, if it is not."""
+    try:
+        return open(number, "w", buffering=1, closefd=False)
+    except OSError:
+        return open(os.devnull, "w")
 
 
 def _answer(line: Connection, threads: int, begin: Callable[[State], Duty]) -> None:

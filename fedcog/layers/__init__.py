@@ -73,15 +73,18 @@ def _batch_norm(
     """Batch normalisation in plain operators: torch's own loses its running statistics when it is traced under vmap."""
     if not training:
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    given = input.dtype
+    input = input.float() if given in (torch.bfloat16, torch.float16) else input
     over = [dim for dim in range(input.dim()) if dim != 1]
     count = input.numel() // input.shape[1]
     mean, middle = input.mean(over), input.mean(over, keepdim=True)
     variance = (input - middle).square().mean(over)
     if running_mean is not None and running_var is not None:
         unbiased = variance.detach() * (count / (count - 1))
-        renewed[id(running_mean)] = running_mean + momentum * (mean.detach() - running_mean)
-        renewed[id(running_var)] = running_var + momentum * (unbiased - running_var)
+        for old, new in ((running_mean, mean.detach()), (running_var, unbiased)):
+            now = renewed.get(id(old), old)  # the layer may be called more than once
+            renewed[id(old)] = now + momentum * (new - now)
     shape = [1, -1, *[1] * (input.dim() - 2)]
     normal = (input - middle) * (variance + eps).rsqrt().reshape(shape)
     normal = normal if weight is None else normal * weight.reshape(shape)
-    return normal if bias is None else normal + bias.reshape(shape)
+    return (normal if bias is None else normal + bias.reshape(shape)).to(given)

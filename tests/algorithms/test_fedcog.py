@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedcog import tree
-from fedcog.algorithms import Algorithm, Batch, FedAvg, FedCOG, FedProx, Site
+from fedcog.algorithms import Algorithm, Batch, Draw, FedAvg, FedCOG, FedProx, Site
 from fedcog.federation.course import Members
 from fedcog.testing import Small, worst
 from fedcog.tree import Params
@@ -135,3 +135,25 @@ def test_the_exhibit_shows_the_inputs_that_were_used() -> None:
     assert shown["steps"].tolist() == [0, 1, 2, 3, 4]
     assert shown["images"].shape == (5, 8, 1, 8, 8)
     assert not Small(dataclasses.replace(COG, start_round=5)).run()[-1].exhibit
+
+
+@dataclasses.dataclass(frozen=True)
+class Redrafting(Algorithm):
+    """Has drafts of its own, improved five times."""
+
+    def draws(self, round, model, batch_size):  # type: ignore[no-untyped-def]
+        return {"z": Draw((2,))}
+
+    def redrafts(self, round: int) -> int:
+        return 5
+
+    def redraft(self, draft, site):  # type: ignore[no-untyped-def]
+        return draft | {"z": torch.where(site.step < 5, draft["z"] + 1, draft["z"])}
+
+
+@pytest.mark.parametrize("source", ["noise", "global+local"])
+def test_each_algorithm_improves_its_drafts_as_often_as_it_says(source: str) -> None:
+    cog = dataclasses.replace(COG, source=source)
+    _, _, alone = extra(cog)
+    _, _, around = extra(dataclasses.replace(cog, inner=Redrafting()))
+    assert torch.equal(alone["x"], around["x"])

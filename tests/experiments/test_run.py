@@ -429,7 +429,7 @@ def test_graphs_are_refused_without_a_gpu(tmp_path: Path) -> None:
         ({"local_steps": 3, "batch_size": 16}, "vmap"),
         ({"local_steps": 400}, "loop"),
         ({"local_epochs": 1.0, "batch_size": 16, "clients": 100, "partition": "iid"}, "vmap"),
-        ({"local_steps": 3, "batch_size": 16, "workers": 2}, "loop"),
+        ({"local_steps": 3, "batch_size": 16, "workers": 2}, "vmap"),
         ({"local_steps": 3, "batch_size": 16, "mapping": "loop"}, "loop"),
     ],
 )

@@ -6,8 +6,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
+from fedcog.algorithms import FedAvg
 from fedcog.layers import Layers
 from fedcog.models import Model
+from fedcog.testing import Small, worst
 
 NETWORK = nn.Sequential(
     *(nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.Tanh(), nn.Conv2d(4, 3, (2, 3), dilation=(1, 2)), nn.Tanh()),
@@ -93,3 +95,23 @@ def test_in_bfloat16_only_products_are_made_in_it() -> None:
         assert logits.dtype == torch.float32 and all(one.dtype == torch.float32 for one in model.params.values())
         error = (logits - exact.predict(exact.params, x)).norm() / logits.norm()
         assert 1e-5 < float(error) < 3e-2
+
+
+class Twice(nn.Module):
+    """Calls one normalisation twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.norm, self.last = nn.BatchNorm2d(4), nn.Linear(256, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        once = self.norm(self.first(x)).relu()
+        out: Tensor = self.last(self.norm(self.second(once)).relu().flatten(1))
+        return out
+
+
+def test_a_layer_called_twice_moves_its_statistics_twice() -> None:
+    apart, together = (Small(FedAvg(), mapping, module=Twice()) for mapping in ("loop", "vmap"))  # type: ignore[arg-type]
+    together.server = apart.server
+    assert worst(apart.everything(), together.everything()) < 1e-9

@@ -3,6 +3,7 @@
 import contextlib
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
@@ -213,6 +214,7 @@ class Cohort:
         if count <= 1 or self.mapping == "loop":
             return False
         self.limit = -(-count // 2)
+        warnings.warn(f"memory ran out: from now on {self.limit} clients at most train at once.", stacklevel=2)
         self._graphs.forget()
         return True
 

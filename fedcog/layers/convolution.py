@@ -6,6 +6,7 @@ leading model axis; what all models share has a stride of 0 there. On a GPU they
 Triton kernels that take the models side by side, or torch's grouped convolution, which is one kernel a model.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -99,6 +100,8 @@ def _of_output(x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints
 
 def _best(kind: str, one: Tensor, other: Tensor, shape: Shape, plain: Callable[[], Tensor]) -> Tensor:
     """The convolution or gradient of `kind`, computed in the way that is fastest for the shape."""
+    if kernels is None and one.device.type == "cuda":
+        warnings.warn("without Triton, convolutions run one kernel a client: pip install triton.", stacklevel=2)
     small = max(one[0].numel(), other[0].numel(), shape.batch * shape.outputs * shape.out[0] * shape.out[1]) < 2**31
     if kernels is None or one.device.type != "cuda" or one.dtype not in kernels.DTYPES or not small:
         return plain()

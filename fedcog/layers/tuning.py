@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import statistics
+import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -40,11 +41,15 @@ def _measure(ways: Mapping[str, Callable[[], Tensor]]) -> str:
             if reference is None:
                 reference = found
             elif not (found - reference).float().norm() <= 2e-2 * reference.float().norm():
+                warnings.warn(f"a kernel ({name}) is passed over: it disagrees with torch's own.", stacklevel=2)
                 continue
             times[name] = _seconds(way)
-        except Exception:  # a way that does not work here is none; the reference must
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as error:  # a way that does not work here is none; the reference must
             if reference is None:
                 raise
+            warnings.warn(f"a kernel ({name}) is passed over: {type(error).__name__}: {error}", stacklevel=2)
     return min(times, key=lambda name: times[name])
 
 

@@ -17,6 +17,7 @@ import functools
 import importlib.metadata
 import os
 import statistics
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -215,6 +216,7 @@ def trial(ready: Prepared, options: argparse.Namespace) -> tuple[dict[Variant, l
             found[variant] = pfl_seconds(ready, variant, options.cohort, options.warm, options.trial)
         except RuntimeError as error:
             failed[variant] = f"{type(error).__name__}: {error}".splitlines()[0]
+        print(f"tried: pfl, {variant.name}", file=sys.stderr)
     return found, failed
 
 
@@ -225,7 +227,7 @@ def main() -> None:
     parser.add_argument("--cohort", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=100, help="timed rounds of each")
     parser.add_argument("--warm", type=int, default=5, help="rounds before those")
-    parser.add_argument("--trial", type=int, default=20, help="timed rounds of each variant of pfl in the trial")
+    parser.add_argument("--trial", type=int, default=10, help="timed rounds of each variant of pfl in the trial")
     parser.add_argument("--mapping", default="auto", help="how this engine runs clients")
     options = parser.parse_args()
     if options.tiny:
@@ -240,6 +242,7 @@ def main() -> None:
     tried, failed = trial(ready, options)
     best = min(tried.keys() - {PUBLISHED}, key=lambda variant: statistics.median(tried[variant]))
     theirs = pfl_seconds(ready, best, options.cohort, options.warm, options.rounds)
+    print(f"timed: pfl, {best.name}", file=sys.stderr)
     ours = common.timed(setting(options), data, network(), warm=options.warm, count=options.rounds).rounds
     report(options, tried, failed, best, {"pfl": theirs, "fedcog": ours}, gap)
 

@@ -17,7 +17,8 @@ import fedcog
 from fedcog import tree
 from fedcog.algorithms import Algorithm
 from fedcog.data import Dataset
-from fedcog.experiments.config import Experiment, layers, name_of, own_settings
+from fedcog.experiments.config import Experiment, name_of
+from fedcog.experiments.divergence import advice
 from fedcog.experiments.prepare import Prepared, check_runnable, surroundings
 from fedcog.experiments.record import Checkpoint, RecordError, RunDirectory
 from fedcog.federation.rounds import Diverged, Federation, Gathered, Work
@@ -292,33 +293,9 @@ def _told(error: Diverged, experiment: Experiment, directory: RunDirectory, last
     if last is not None:  # and not the store as it is now: the round that failed may have moved it
         directory.save(last)
     good = f"The checkpoint is that of round {error.round}." if error.round else "There is no good round before it."
-    told = Diverged(error.clients, error.round, f"{_advice(experiment, error)} {good}")
+    told = Diverged(error.clients, error.round, f"{advice(experiment, error)} {good}")
     directory.fail(str(told))
     return told
-
-
-def _advice(experiment: Experiment, error: Diverged) -> str:
-    """Which setting is the likely cause, and what to do about it."""
-    if not error.clients:
-        name, base = layers(experiment.algorithm)[-1]
-        told = ", ".join(f"--{name}.{key.replace('_', '-')} {value}" for key, value in own_settings(base).items())
-        return f"The likely cause is the server's step ({told or name}): change its settings."
-    rate = experiment.lr * experiment.lr_decay**error.round
-    momentum = experiment.momentum if experiment.optimizer == "sgd" else 0.0
-    for name, layer in layers(experiment.algorithm):
-        for key, curvature in layer.stiffness().items():
-            if experiment.optimizer == "sgd" and rate * curvature >= 2 * (1 + momentum):
-                flag = f"--{name}.{key.replace('_', '-')}"
-                return (
-                    f"The likely setting is {flag} {curvature:g}: at lr {rate:g} a step overshoots what it pulls to. "
-                    f"Keep it below {2 * (1 + momentum) / rate:g}, or lower --lr, and start anew."
-                )
-    length = f", {rate / (1 - momentum):g} with momentum" if momentum else ""
-    skip = ", or go on with --resume and --on-divergence skip, which leaves such clients out of their round"
-    return (
-        f"The likely setting is --lr {experiment.lr:g} (a step length of {rate:g}{length}): lower it, or set "
-        f"--grad-clip 10, and start anew{skip if experiment.on_divergence == 'stop' else ''}."
-    )
 
 
 def _forms(*states: State) -> list[dict[str, tuple[torch.Size, torch.dtype]]]:

@@ -5,7 +5,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,10 +15,11 @@ from fedcog.algorithms import Algorithm, Effort, Extra, Scope
 from fedcog.data.federated import FederatedData
 from fedcog.federation import evaluate
 from fedcog.federation.clock import Clock
-from fedcog.federation.course import Course, Finish, Members, alone, autograd, functional, together
+from fedcog.federation.course import Course, Members, alone, autograd, functional, together
 from fedcog.federation.graphs import BURST, Graphs, in_turn
+from fedcog.federation.memory import clients_that_fit
 from fedcog.federation.outcomes import Outcome, one_after_another
-from fedcog.federation.payloads import one_alone, summed
+from fedcog.federation.parties import Party, everybody, outcomes, sent
 from fedcog.federation.workers import Duty, Workers
 from fedcog.models import Model, ModelError
 from fedcog.optimiser import Optimiser
@@ -26,18 +27,6 @@ from fedcog.task import Task
 from fedcog.tree import Params, State
 
 Mapping = Literal["loop", "vmap", "graph"]
-
-PASSES, STATES = 4, 12
-"""What a client is reckoned to take up on a GPU: so many forward and backward passes, and so many times its parameters.
-Algorithms differ; where it turns out too little, fewer clients are trained at once."""
-
-
-class Party(NamedTuple):
-    """Clients of one federation, what they were sent, and the cohort that knows their data and seed."""
-
-    cohort: "Cohort"
-    shared: State
-    members: Members
 
 
 class Cohort:
@@ -205,7 +194,8 @@ class Cohort:
     def parts(self, count: int) -> list[slice]:
         """So many clients in parts that are trained at once: all of them, if memory suffices."""
         if self.limit is None:
-            self.limit = self._limit()
+            together = self.mapping != "loop"
+            self.limit = clients_that_fit(self._alone, self.data, self.batch_size) if together else sys.maxsize
         size = -(-count // -(-count // min(self.limit, count)))  # parts as even as can be
         return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
@@ -218,23 +208,6 @@ class Cohort:
         self._graphs.forget()
         return True
 
-    def _limit(self) -> int:
-        """How many clients fit into what is free of a GPU, by what one forward and backward pass of one takes up."""
-        device = self.data.device
-        if self.mapping == "loop" or device.type != "cuda":
-            return sys.maxsize
-        torch.cuda.empty_cache()
-        before, free = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)[0]
-        torch.cuda.reset_peak_memory_stats(device)
-        x = torch.zeros((self.batch_size, *self.model.input_shape), dtype=self.data.dtype, device=device)
-        buffers = {name: value.clone() for name, value in self.model.buffers.items()}
-        autograd(
-            lambda params, batch: self._alone.forward(params, buffers, batch["x"])[0].sum(), self.model.params, {"x": x}
-        )
-        passes = torch.cuda.max_memory_allocated(device) - before
-        state = sum(value.nbytes for value in self.model.params.values())
-        return max(1, int(0.8 * free) // (PASSES * passes + STATES * state))
-
     def _train(
         self, algorithm: Algorithm, shared: State, members: Members, round: int, lr: float, score: bool, count: int = 1
     ) -> Outcome:
@@ -246,7 +219,7 @@ class Cohort:
         self, algorithm: Algorithm, parties: Sequence[Party], round: int, lr: float, score: bool, count: int = 0
     ) -> list[Outcome]:
         device, dtype, data = self.data.device, self.data.dtype, self.data
-        members, numbers = _joined(parties), [party.members.number.reshape(-1) for party in parties]
+        members, numbers = everybody(parties), [party.members.number.reshape(-1) for party in parties]
         clock, longest, stacked = Clock(device), int(members.steps.max()), members.number.dim() == 1
         horizon = max(party.cohort.horizon for party in parties)
         steps = max(longest, horizon) if self.mapping == "graph" else longest  # a recording needs one size for all
@@ -254,7 +227,7 @@ class Cohort:
         members = members._replace(number=members.number.to(device), steps=members.steps.to(device))
         zero = torch.zeros((), dtype=torch.int64, device=device)
         rate = torch.tensor(lr, dtype=dtype, device=device)
-        fixed: State = {"members": members._asdict(), "shared": _shared(parties), "lr": rate}
+        fixed: State = {"members": members._asdict(), "shared": sent(parties), "lr": rate}
 
         buffers = course.buffers(fixed, zero)
         draws = tree.join(
@@ -292,7 +265,7 @@ class Cohort:
         found: State = {"done": done._asdict(), "loss": loss, "exhibit": extra.exhibit}
         found |= {} if hits is None else {"hits": hits}
         sizes = [len(own) for own in numbers]
-        return _outcomes(found if stacked else tree.stack([found]), sizes, count, stacked, clock)
+        return outcomes(found if stacked else tree.stack([found]), sizes, count, stacked, clock)
 
     def _plan(
         self, algorithm: Algorithm, round: int, numbers: Tensor, steps: int, extra: Extra, stacked: bool
@@ -330,43 +303,3 @@ def _on_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _outcomes(found: State, sizes: Sequence[int], count: int, stacked: bool, clock: Clock) -> list[Outcome]:
-    """What each party's round comes to: of its members all, or the first `count`."""
-    outcomes, start = [], 0
-
-    def seconds() -> dict[str, float]:
-        return {part: value / len(sizes) for part, value in clock.seconds().items()}
-
-    for size in sizes:
-        mine = tree.pick(found, slice(start, start + (count or size)))
-        one, start = Finish(**mine["done"]), start + size
-        outcomes.append(
-            Outcome(
-                kept=one.kept,
-                total=summed(one.payload, one.sound) if stacked else one_alone(tree.pick(one.payload, 0)),
-                sound=one.sound,
-                keepable=one.keepable,
-                loss=mine["loss"],
-                distance=one.distance,
-                hits=mine.get("hits"),
-                exhibit=tree.pick(mine.get("exhibit", {}), 0),
-                seconds=seconds,
-            )
-        )
-    return outcomes
-
-
-def _joined(parties: Sequence[Party]) -> Members:
-    """All parties' members, one after another."""
-    if len(parties) == 1:
-        return parties[0].members
-    return Members(**tree.join([party.members._asdict() for party in parties]))
-
-
-def _shared(parties: Sequence[Party]) -> State:
-    """What the members were sent: one for all, or of several parties a copy for each member."""
-    if len(parties) == 1:
-        return parties[0].shared
-    return tree.join([tree.expand(party.shared, len(party.members.number)) for party in parties])

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from fedcog.algorithms import Algorithm, Origin
 from fedcog.federation import evaluate
-from fedcog.federation.cohort import Cohort, Party
+from fedcog.federation.cohort import Cohort
 from fedcog.federation.course import Members
 from fedcog.federation.evaluate import accuracy, own_accuracy
 from fedcog.federation.outcomes import Outcome, side_by_side
+from fedcog.federation.parties import Party
 from fedcog.federation.rounds import Diverged, Gathered, Report, Work
 from fedcog.federation.selection import Asked
 from fedcog.federation.store import Store

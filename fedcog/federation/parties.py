@@ -1,0 +1,62 @@
+"""Clients of several federations in one cohort: put together before a round, told apart after it."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from fedcog import tree
+from fedcog.federation.clock import Clock
+from fedcog.federation.course import Finish, Members
+from fedcog.federation.outcomes import Outcome
+from fedcog.federation.payloads import one_alone, summed
+from fedcog.tree import State
+
+if TYPE_CHECKING:
+    from fedcog.federation.cohort import Cohort
+
+
+class Party(NamedTuple):
+    """Clients of one federation, what they were sent, and the cohort that knows their data and seed."""
+
+    cohort: "Cohort"
+    shared: State
+    members: Members
+
+
+def everybody(parties: Sequence[Party]) -> Members:
+    """All parties' members, one after another."""
+    if len(parties) == 1:
+        return parties[0].members
+    return Members(**tree.join([party.members._asdict() for party in parties]))
+
+
+def sent(parties: Sequence[Party]) -> State:
+    """What the members were sent: one for all, or of several parties a copy for each member."""
+    if len(parties) == 1:
+        return parties[0].shared
+    return tree.join([tree.expand(party.shared, len(party.members.number)) for party in parties])
+
+
+def outcomes(found: State, sizes: Sequence[int], count: int, stacked: bool, clock: Clock) -> list[Outcome]:
+    """What each party's round comes to: of its members all, or the first `count`."""
+    told, start = [], 0
+
+    def seconds() -> dict[str, float]:
+        return {part: value / len(sizes) for part, value in clock.seconds().items()}
+
+    for size in sizes:
+        mine = tree.pick(found, slice(start, start + (count or size)))
+        one, start = Finish(**mine["done"]), start + size
+        told.append(
+            Outcome(
+                kept=one.kept,
+                total=summed(one.payload, one.sound) if stacked else one_alone(tree.pick(one.payload, 0)),
+                sound=one.sound,
+                keepable=one.keepable,
+                loss=mine["loss"],
+                distance=one.distance,
+                hits=mine.get("hits"),
+                exhibit=tree.pick(mine.get("exhibit", {}), 0),
+                seconds=seconds,
+            )
+        )
+    return told

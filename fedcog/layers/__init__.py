@@ -1,5 +1,5 @@
-"""Layers of many models at once. Within `Layers`, a network mapped over models by vmap convolves and normalises in ways
-that take the models side by side; it is not rewritten for it, and of one model it computes the same."""
+"""Layers of many models at once. Within `Layers`, a network mapped over models by vmap convolves, pools and normalises
+in ways that take the models side by side; it is not rewritten for it, and of one model it computes the same."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fedcog.layers.convolution import convolution
+from fedcog.layers.pooling import TAPS, max_pool
 
 Ints = Sequence[int]
 
 
 class Layers(TorchFunctionMode):
-    """Within it, 2-d convolutions of one group and batch normalisation are ours, however a network calls them.
+    """Within it, 2-d convolutions of one group, max pooling and batch normalisation are ours, however they are called.
 
     Running statistics are not written over: what becomes of each is found in `renewed`, by the id of the old tensor.
     """
@@ -30,6 +31,8 @@ class Layers(TorchFunctionMode):
         """Any call of torch."""
         if func is torch.conv2d:
             return _conv2d(*args, **(kwargs or {}))
+        if func in (F.max_pool2d, torch.max_pool2d) and _traced():  # eagerly, torch's one kernel is the faster
+            return _max_pool2d(func, *args, **(kwargs or {}))
         if func is F.batch_norm:
             return _batch_norm(self.renewed, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -52,6 +55,31 @@ def _conv2d(
         input, weight = input.to(dtype), weight.to(dtype)
     y = convolution(input, weight, _pair(stride), _pair(padding), _pair(dilation))
     return y if bias is None else y + bias[:, None, None]
+
+
+def _max_pool2d(func: Callable[..., Any], input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    window = _tiles(*args, **kwargs)
+    return func(input, *args, **kwargs) if window is None else max_pool(input, *window)
+
+
+def _tiles(
+    kernel_size: int | Ints,
+    stride: int | Ints | None = None,
+    padding: int | Ints = 0,
+    dilation: int | Ints = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> list[int] | None:
+    """Rows and columns of pooling's windows, if they tile the image and are small enough for a compiler to unroll."""
+    rows, columns = _pair(kernel_size)
+    simple = not any(_pair(padding)) and _pair(dilation) == [1, 1] and not ceil_mode and not return_indices
+    tiles = not stride or _pair(stride) == [rows, columns]
+    return [rows, columns] if simple and tiles and rows * columns <= TAPS else None
+
+
+def _traced() -> bool:
+    """Is what happens written down rather than computed?"""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def _pair(value: int | Ints) -> list[int]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fedcog import tree
+from fedcog.kernels import ahead
 from fedcog.tree import State
 
 if TYPE_CHECKING:  # to load it takes seconds: `get_ready` does it beside other things
@@ -181,18 +182,17 @@ class Graphs:
 def fused(layout: Layout) -> Callable[..., object]:
     """The step compiled: its graph is plain already, so torch's compiler is entered where it makes kernels of one.
 
-    First the step is taken as it is, so that whatever is measured or loaded at a first time is out of the way.
+    Meanwhile what else the step launches is compiled beside.
     """
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
-    layout.write(*layout.tensors)
-    layout.reset()
     graph, tensors = layout.traced()
     with config.patch(OPTIONS), tracing(TracingContext(tensors[0].fake_mode)), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that TF32 is off: it is on purpose
         compiled = compile_fx_inner(graph, tensors)
+    ahead.finish()
     return lambda *given: compiled(list(given))
 
 

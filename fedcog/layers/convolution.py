@@ -6,6 +6,7 @@ leading model axis; what all models share has a stride of 0 there. On a GPU they
 Triton kernels that take the models side by side, or torch's grouped convolution, which is one kernel a model.
 """
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from fedcog.kernels import ahead
 from fedcog.kernels.shapes import Shape, choices
 from fedcog.layers import tuning
 
@@ -51,9 +53,7 @@ def convolve_input(g: Tensor, w: Tensor, size: Ints, stride: Ints, padding: Ints
         x = g.new_empty((g.shape[1], len(w) * w.shape[2], *size))
         return _parted(_backward(0, _joined(g), x, w.flatten(0, 1), stride, padding, dilation, len(w)), len(w))
 
-    (_, outputs, channels, rows, columns), pairs = w.shape, _pairs(stride, padding, dilation)
-    shape = Shape(*g.shape[:2], channels, *size, outputs, rows, columns, *pairs)  # type: ignore[call-arg]
-    return _best("input", g, w, shape, plain)
+    return _best("input", g, w, _of_input(g, w, size, stride, padding, dilation), plain)
 
 
 @custom_op("fedcog::convolve_weight", mutates_args=())
@@ -65,8 +65,7 @@ def convolve_weight(g: Tensor, x: Tensor, size: Ints, stride: Ints, padding: Int
         found = _backward(1, _joined(g), _joined(x), w, stride, padding, dilation, len(g))
         return found.reshape(len(g), g.shape[2], x.shape[2], *size)
 
-    shape = Shape(*x.shape, g.shape[2], *size, *_pairs(stride, padding, dilation))  # type: ignore[call-arg]
-    return _best("weight", g, x, shape, plain)
+    return _best("weight", g, x, _of_weight(g, x, size, stride, padding, dilation), plain)
 
 
 def _backward(
@@ -98,22 +97,47 @@ def _of_output(x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints
     return Shape(*x.shape, w.shape[1], *w.shape[3:], *_pairs(stride, padding, dilation))  # type: ignore[call-arg]
 
 
+def _of_input(g: Tensor, w: Tensor, size: Ints, *rest: Ints) -> Shape:
+    (_, outputs, channels, rows, columns), pairs = w.shape, _pairs(*rest)
+    return Shape(*g.shape[:2], channels, *size, outputs, rows, columns, *pairs)  # type: ignore[call-arg]
+
+
+def _of_weight(g: Tensor, x: Tensor, size: Ints, *rest: Ints) -> Shape:
+    return Shape(*x.shape, g.shape[2], *size, *_pairs(*rest))  # type: ignore[call-arg]
+
+
 def _best(kind: str, one: Tensor, other: Tensor, shape: Shape, plain: Callable[[], Tensor]) -> Tensor:
     """The convolution or gradient of `kind`, computed in the way that is fastest for the shape."""
     if kernels is None and one.device.type == "cuda":
         warnings.warn("without Triton, convolutions run one kernel a client: pip install triton.", stacklevel=2)
+    case, launches = _launches(kind, one, other, shape)
+    if not launches:
+        return plain()
+    ways: dict[str, Callable[[], Tensor]] = {"torch": plain, **launches}
+    return ways[tuning.fastest(case, ways)]()
+
+
+def _launches(kind: str, one: Tensor, other: Tensor, shape: Shape) -> tuple[str, dict[str, functools.partial[Tensor]]]:
+    """What distinguishes this case from others, and the launch of each kernel that could do it."""
     small = max(one[0].numel(), other[0].numel(), shape.batch * shape.outputs * shape.out[0] * shape.out[1]) < 2**31
     if kernels is None or one.device.type != "cuda" or one.dtype not in kernels.DTYPES or not small:
-        return plain()
+        return "", {}
     first, second = (value if value[0].is_contiguous() else value.contiguous() for value in (one, other))
     tf32 = torch.backends.cuda.matmul.allow_tf32
-    compute = kernels.KINDS[kind]
-    ways = {"torch": plain}
-    for blocks in choices(kind, shape):
-        ways[",".join(map(str, blocks))] = lambda blocks=blocks: compute(first, second, shape, blocks, tf32)  # type: ignore[misc]
     sharing = "".join("-" if value.stride(0) == 0 and shape.models > 1 else "+" for value in (first, second))
     case = f"{kind}{sharing} {one.dtype} {'tf32 ' if tf32 else ''}{list(shape)}"
-    return ways[tuning.fastest(case, ways)]()
+    launch = functools.partial(kernels.KINDS[kind], first, second, shape)
+    return case, {
+        ",".join(map(str, blocks)): functools.partial(launch, blocks, tf32) for blocks in choices(kind, shape)
+    }
+
+
+def _foresee(kind: str, one: Tensor, other: Tensor, shape: Shape) -> None:
+    """Have compiled what will be tried: whoever traces is about to compute."""
+    case, launches = _launches(kind, one, other, shape)
+    if launches and not tuning.known(case):
+        for launch in launches.values():
+            ahead.begin(one.device, launch.func, *launch.args)
 
 
 # The shape of what comes out, for whoever traces without computing.
@@ -121,16 +145,20 @@ def _best(kind: str, one: Tensor, other: Tensor, shape: Shape, plain: Callable[[
 
 @convolve.register_fake
 def _(x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
-    return x.new_empty((*x.shape[:2], w.shape[1], *_of_output(x, w, stride, padding, dilation).out))
+    shape = _of_output(x, w, stride, padding, dilation)
+    _foresee("output", x, w, shape)
+    return x.new_empty((*x.shape[:2], w.shape[1], *shape.out))
 
 
 @convolve_input.register_fake
 def _(g: Tensor, w: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
+    _foresee("input", g, w, _of_input(g, w, size, stride, padding, dilation))
     return g.new_empty((*g.shape[:2], w.shape[2], *size))
 
 
 @convolve_weight.register_fake
 def _(g: Tensor, x: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
+    _foresee("weight", g, x, _of_weight(g, x, size, stride, padding, dilation))
     return g.new_empty((len(g), g.shape[2], x.shape[2], *size))
 
 

@@ -27,6 +27,7 @@ KEPT = 8  # recordings kept ready
 OPTIONS = {
     "triton.cudagraphs": False,
     "triton.autotune_pointwise": False,
+    "triton.coalesce_tiling_analysis": False,
     "shape_padding": False,
     "loop_ordering_after_fusion": False,
 }

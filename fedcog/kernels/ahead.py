@@ -41,8 +41,11 @@ def begin(device: torch.device, launcher: Callable[..., Tensor], *args: Any) -> 
         return
     with contextlib.suppress(Exception):
         from torch._inductor.async_compile import AsyncCompile
+        from torch._inductor.runtime import compile_tasks
         from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
 
+        for name in ("_set_triton_ptxas_path", "_set_triton_libdevice_path"):  # as those processes have them: a cached
+            getattr(compile_tasks, name, lambda: None)()  # kernel is found again by the tools that made it
         folder = os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(device.index or 0))
         major, minor = torch.cuda.get_device_capability(device)
         beside = AsyncCompile.process_pool()

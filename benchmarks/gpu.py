@@ -27,7 +27,9 @@ import torch
 from fedcog.algorithms import ALGORITHMS
 from fedcog.data import Dataset
 from fedcog.experiments.config import Experiment
-from fedcog.experiments.prepare import find_device
+from fedcog.experiments.prepare import find_device, surroundings
+from fedcog.experiments.run import carry_out
+from fedcog.experiments.turns import in_step
 from fedcog.federation.rounds import Diverged
 from fedcog.models import ModelError
 
@@ -60,6 +62,8 @@ TARGETS = {
     "ratio": Target("FedAvg round against benchmarks/plain.py", "x", None, 15, 40, more=True),
     "start": Target("process start to the end of the first FedAvg round, no compiled kernels cached", "s", None, 20),
     "start again": Target("the same once more, caches kept", "s"),
+    "seeds": Target("three seeds of FedAvg as one larger cohort, against one after another", "x", more=True),
+    "methods": Target("FedAvg, FedProx, SCAFFOLD and MOON at once, against one after another", "x", more=True),
     "evaluation": Target("FedAvg round, and all 11 models on 10,000 test images", "s"),
 }
 
@@ -150,6 +154,44 @@ def algorithms(bench: Bench, mapping: str) -> Found:
     return {"algorithms": {name: _one(replace(bench, count=3), mapping, name) for name in names}}
 
 
+def together(bench: Bench, mapping: str) -> Found:
+    """How much sooner a comparison's seeds, and its methods, are done at once than one after another."""
+
+    def seconds(bands: list[list[Experiment]]) -> float:
+        """Of a round of all of them, after warm-up; the last one, which is evaluated, does not count."""
+        ends: list[float] = []
+        device, all_ = bench.device, sum(len(band) for band in bands)
+        with tempfile.TemporaryDirectory() as folder, surroundings(0):
+            running = [
+                [
+                    carry_out(one, Path(folder, str(row), str(one.seed)), data=bench.dataset, watch=_noting(ends))
+                    for one in band
+                ]
+                for row, band in enumerate(bands)
+            ]
+            in_step(running, device)
+        last = bench.warm + 2 * bench.count
+        return (ends[last * all_ - 1] - ends[bench.warm * all_ - 1]) / (last - bench.warm)
+
+    def chosen(name: str, seed: int = 0) -> Experiment:
+        experiment = bench.experiment(mapping, name, seed=seed, checkpoint_every=10**6)
+        return common.unscored(experiment, bench.warm + 2 * bench.count)
+
+    seeds = [chosen("fedavg", seed) for seed in range(3)]
+    methods = [chosen(name) for name in ("fedavg", "fedprox", "scaffold", "moon")]
+    alone = {one.algorithm: seconds([[one]]) for one in methods}
+    found = {"three seeds": seconds([seeds]), "four methods": seconds([[one] for one in methods])}
+    ratios = {
+        "seeds": 3 * alone[methods[0].algorithm] / found["three seeds"],
+        "methods": sum(alone.values()) / found["four methods"],
+    }
+    return ratios | found | {"alone": list(alone.values())}
+
+
+def _noting(ends: list[float]) -> Callable[[Experiment, dict[str, Any]], None]:
+    return lambda experiment, line: ends.append(time.perf_counter())
+
+
 def _one(bench: Bench, mapping: str, name: str) -> Found:
     """One algorithm's round, or why there is none."""
     try:
@@ -165,6 +207,7 @@ PARTS: dict[str, Callable[[Bench, str], Found]] = {
     "evaluation": evaluation,
     "start": start,
     "plain": against_plain,
+    "together": together,
     "algorithms": algorithms,
 }
 

@@ -22,7 +22,8 @@ from fedcog.experiments.compare import compare, places
 from fedcog.experiments.config import Experiment, name_of, read_experiment
 from fedcog.experiments.prepare import check_ready, check_runnable, share_out
 from fedcog.experiments.record import RecordError, RunDirectory
-from fedcog.experiments.run import Interrupted, default_out, read, run
+from fedcog.experiments.run import default_out, read, run
+from fedcog.experiments.turns import Interrupted
 from fedcog.federation.rounds import Diverged
 from fedcog.federation.workers import WorkerDied
 from fedcog.flags import Parser

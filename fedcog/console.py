@@ -1,7 +1,9 @@
 """What the command line shows: progress, tables, faults."""
 
+import io
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any, Literal, Self
@@ -23,8 +25,12 @@ from fedcog.models import MODELS
 
 Style = Literal["auto", "plain", "quiet"]
 
-_out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-_err = Console(stderr=True, highlight=False, soft_wrap=True)
+_out = Console(
+    highlight=False,
+    width=None if sys.stdout and sys.stdout.isatty() else 160,
+    file=None if sys.stdout else io.StringIO(),  # somebody closed it
+)
+_err = Console(stderr=True, highlight=False, soft_wrap=True, file=None if sys.stderr else io.StringIO())
 
 
 def say(text: str, style: Style) -> None:
@@ -54,6 +60,7 @@ class Progress:
 
     def __init__(self, rounds: int, done: int, style: Style) -> None:
         self.rounds, self.done, self.style, self.stop = rounds, done, style, False
+        self.began, self.first = time.monotonic(), done
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -91,7 +98,7 @@ class Progress:
         if _lively(self.style):
             self.bar.update(self.task, completed=self.done, accuracy=accuracy, description=run)
             return
-        left = line["seconds"]["total"] * (self.rounds - self.done)
+        left = (time.monotonic() - self.began) / (self.done - self.first) * (self.rounds - self.done)
         loss = "not finite" if line["loss"] is None else f"{line['loss']:{'.4f' if line['loss'] < 1e4 else '.3g'}}"
         skipped = f"; left out {', '.join(str(client) for client in line['skipped'])}" if line.get("skipped") else ""
         total = line["seconds"]["total"]

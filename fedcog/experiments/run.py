@@ -6,9 +6,9 @@ import datetime
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,16 +21,12 @@ from fedcog.experiments.config import Experiment, name_of
 from fedcog.experiments.divergence import advice
 from fedcog.experiments.prepare import Prepared, check_runnable, surroundings
 from fedcog.experiments.record import Checkpoint, RecordError, RunDirectory
-from fedcog.federation.rounds import Diverged, Federation, Gathered, Work
-from fedcog.federation.simulation import Simulation, gather_together
+from fedcog.experiments.turns import Interrupted, Running, Turn, in_step
+from fedcog.federation.rounds import Diverged, Federation
 from fedcog.models import build
 from fedcog.tree import State
 
 Watch = Callable[[Experiment, dict[str, Any]], None]
-
-
-class Interrupted(Exception):
-    """A run that was asked to stop, and did so after a whole round."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -91,7 +87,7 @@ def run(
     """
     own = {"data": data, "model": model, "resume": resume, "watch": watch, "stopping": stopping, "command": command}
     with surroundings(experiment.threads, experiment.tf32):
-        (finished,) = in_step([carry_out(experiment, out, **own)])  # type: ignore[arg-type]
+        ((finished,),) = in_step([[carry_out(experiment, out, **own)]])  # type: ignore[arg-type]
         if isinstance(finished, Diverged):
             raise finished
         if report:
@@ -99,48 +95,6 @@ def run(
 
             RunDirectory(finished.path).save_report(page([finished.path]))
         return finished
-
-
-class Turn(NamedTuple):
-    """A run that waits for what its clients make of a round."""
-
-    backend: Simulation
-    algorithm: Algorithm
-    work: Work
-
-
-Running = Generator[Turn, Gathered, Run]
-
-
-def in_step(runs: Sequence[Running]) -> list[Run | Diverged]:
-    """Runs of one experiment that differ in their seed, round by round; clients of the same round train together.
-
-    What diverges ends alone; whatever else is raised ends all.
-    """
-    ended: dict[int, Run | Diverged] = {}
-    turns: dict[int, Turn] = {}
-
-    def go_on(place: int, gathered: Gathered | None) -> None:
-        try:
-            turns[place] = next(runs[place]) if gathered is None else runs[place].send(gathered)
-        except StopIteration as end:
-            ended[place] = end.value
-        except Diverged as error:
-            ended[place] = error
-
-    with contextlib.ExitStack() as ending:
-        for running in runs:
-            ending.callback(running.close)
-        for place in range(len(runs)):
-            go_on(place, None)
-        while turns:
-            now = min(turn.work.round for turn in turns.values())
-            places = [place for place, turn in turns.items() if turn.work.round == now]
-            waiting = [turns.pop(place) for place in places]
-            simulations, works = [turn.backend for turn in waiting], [turn.work for turn in waiting]
-            for place, gathered in zip(places, gather_together(simulations, waiting[0].algorithm, works), strict=True):
-                go_on(place, gathered)
-    return [ended[place] for place in range(len(runs))]
 
 
 def carry_out(

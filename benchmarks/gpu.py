@@ -63,7 +63,6 @@ TARGETS = {
     "start": Target("process start to the end of the first FedAvg round, no compiled kernels cached", "s", None, 20),
     "start again": Target("the same once more, caches kept", "s"),
     "seeds": Target("three seeds of FedAvg as one larger cohort, against one after another", "x", more=True),
-    "methods": Target("FedAvg, FedProx, SCAFFOLD and MOON at once, against one after another", "x", more=True),
     "evaluation": Target("FedAvg round, and all 11 models on 10,000 test images", "s"),
 }
 
@@ -155,37 +154,22 @@ def algorithms(bench: Bench, mapping: str) -> Found:
 
 
 def together(bench: Bench, mapping: str) -> Found:
-    """How much sooner a comparison's seeds, and its methods, are done at once than one after another."""
+    """How much sooner a comparison's seeds are done as one larger cohort than one after another."""
+    warm, last = bench.warm, bench.warm + 2 * bench.count
 
-    def seconds(bands: list[list[Experiment]]) -> float:
-        """Of a round of all of them, after warm-up; the last one, which is evaluated, does not count."""
+    def seconds(count: int) -> float:
+        """Of a round of so many seeds, after warm-up; the last one, which is evaluated, does not count."""
         ends: list[float] = []
-        device, all_ = bench.device, sum(len(band) for band in bands)
+        experiment = common.unscored(bench.experiment(mapping, checkpoint_every=10**6), last)
+        seeds = [replace(experiment, seed=seed) for seed in range(count)]
         with tempfile.TemporaryDirectory() as folder, surroundings(0):
-            running = [
-                [
-                    carry_out(one, Path(folder, str(row), str(one.seed)), data=bench.dataset, watch=_noting(ends))
-                    for one in band
-                ]
-                for row, band in enumerate(bands)
-            ]
-            in_step(running, device)
-        last = bench.warm + 2 * bench.count
-        return (ends[last * all_ - 1] - ends[bench.warm * all_ - 1]) / (last - bench.warm)
+            in_step(
+                [carry_out(one, Path(folder, str(one.seed)), data=bench.dataset, watch=_noting(ends)) for one in seeds]
+            )
+        return (ends[last * count - 1] - ends[warm * count - 1]) / (last - warm)
 
-    def chosen(name: str, seed: int = 0) -> Experiment:
-        experiment = bench.experiment(mapping, name, seed=seed, checkpoint_every=10**6)
-        return common.unscored(experiment, bench.warm + 2 * bench.count)
-
-    seeds = [chosen("fedavg", seed) for seed in range(3)]
-    methods = [chosen(name) for name in ("fedavg", "fedprox", "scaffold", "moon")]
-    alone = {one.algorithm: seconds([[one]]) for one in methods}
-    found = {"three seeds": seconds([seeds]), "four methods": seconds([[one] for one in methods])}
-    ratios = {
-        "seeds": 3 * alone[methods[0].algorithm] / found["three seeds"],
-        "methods": sum(alone.values()) / found["four methods"],
-    }
-    return ratios | found | {"alone": list(alone.values())}
+    one, three = seconds(1), seconds(3)
+    return {"seeds": 3 * one / three, "one": one, "three": three}
 
 
 def _noting(ends: list[float]) -> Callable[[Experiment, dict[str, Any]], None]:

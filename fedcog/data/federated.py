@@ -114,7 +114,7 @@ class FederatedData:
     def pictures(self, x: Tensor) -> Tensor:
         """What the model sees, as images again: uint8, clipped."""
         if self._mean.numel():
-            x = x * self._std + self._mean
+            x = x * self._std.to(x.device) + self._mean.to(x.device)
         return (x * 255).round().clamp(0, 255).to(torch.uint8)
 
 

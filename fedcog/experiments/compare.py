@@ -1,7 +1,6 @@
 """Several algorithms over several seeds, on the same partitions."""
 
 import dataclasses
-import itertools
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -18,12 +17,8 @@ from fedcog.experiments.summary import labels
 from fedcog.experiments.turns import in_step
 from fedcog.federation.rounds import Diverged
 
-Placed = tuple[Experiment, Path]
 
-AT_ONCE = 4  # experiments that share a GPU: more of them would only wait for each other
-
-
-def places(out: str | Path, experiments: Sequence[Experiment], seeds: Sequence[int]) -> list[Placed]:
+def places(out: str | Path, experiments: Sequence[Experiment], seeds: Sequence[int]) -> list[tuple[Experiment, Path]]:
     """Every run of a comparison and where it lives: by algorithm, and by what else differs where that is not enough."""
     experiments = list(dict.fromkeys(dataclasses.replace(experiment, seed=0) for experiment in experiments))
     names = [name_of(experiment.algorithm) for experiment in experiments]
@@ -51,17 +46,14 @@ def compare(
 
     What is already there is continued or, where finished, only read: a comparison may be stopped and started again. A
     run that diverges does not keep the others from running: its `diverged` says why it ended early. On a GPU the seeds
-    of an experiment train as one larger cohort, and some experiments at once: each run ends as it would alone, but for
-    rounding.
+    of an experiment run in step, their clients as one larger cohort: each ends as it would alone, but for rounding.
     """
     runs = list[Run]()
     own = {"data": data, "model": model, "resume": True, "watch": watch, "stopping": stopping, "command": command}
-    for bands in _bands(places(out, experiments, seeds)):
-        first = bands[0][0][0]
-        with surroundings(first.threads, first.tf32):
-            running = [[carry_out(one, place, **own) for one, place in band] for band in bands]  # type: ignore[arg-type]
-            done = in_step(running, find_device(first.device))
-        for (one, place), ended in zip(itertools.chain(*bands), itertools.chain(*done), strict=True):
+    for experiment, group in _groups(places(out, experiments, seeds)):
+        with surroundings(experiment.threads, experiment.tf32):
+            done = in_step([carry_out(one, place, **own) for one, place in group])  # type: ignore[arg-type]
+        for (one, place), ended in zip(group, done, strict=True):
             if isinstance(ended, Diverged):  # the others are worth having all the same; the run says what happened
                 ended = read(place)
                 warnings.warn(f"{name_of(one.algorithm)}, seed {one.seed}: {ended.diverged}", stacklevel=2)
@@ -72,24 +64,13 @@ def compare(
     return runs
 
 
-def _bands(all_: list[Placed]) -> list[list[list[Placed]]]:
-    """What is carried out at once: bands of runs that differ in their seed, on a GPU several; else each run alone."""
-    bands: dict[object, list[Placed]] = {}
+def _groups(all_: list[tuple[Experiment, Path]]) -> list[tuple[Experiment, list[tuple[Experiment, Path]]]]:
+    """Runs that are carried out in step: seeds of one experiment whose clients train together; else each alone."""
+    groups: dict[object, list[tuple[Experiment, Path]]] = {}
     for experiment, place in all_:
         mates = dataclasses.replace(experiment, seed=0) if _stacked(experiment) else place
-        bands.setdefault(mates, []).append((experiment, place))
-    at_once: list[list[list[Placed]]] = []
-    for band in bands.values():
-        if not at_once or len(at_once[-1]) == AT_ONCE or not _compatible(at_once[-1][-1][0][0], band[0][0]):
-            at_once.append([])
-        at_once[-1].append(band)
-    return at_once
-
-
-def _compatible(one: Experiment, other: Experiment) -> bool:
-    """May two experiments run at once? On one GPU, and under the same settings of torch."""
-    alike = all(getattr(one, name) == getattr(other, name) for name in ("device", "threads", "tf32"))
-    return alike and _stacked(one) and _stacked(other)
+        groups.setdefault(mates, []).append((experiment, place))
+    return [(group[0][0], group) for group in groups.values()]
 
 
 def _stacked(experiment: Experiment) -> bool:

@@ -87,7 +87,7 @@ def run(
     """
     own = {"data": data, "model": model, "resume": resume, "watch": watch, "stopping": stopping, "command": command}
     with surroundings(experiment.threads, experiment.tf32):
-        ((finished,),) = in_step([[carry_out(experiment, out, **own)]])  # type: ignore[arg-type]
+        (finished,) = in_step([carry_out(experiment, out, **own)])  # type: ignore[arg-type]
         if isinstance(finished, Diverged):
             raise finished
         if report:

@@ -109,22 +109,19 @@ class Recording:
 
     def __init__(self, layout: Layout, run: Callable[..., object]) -> None:
         self._layout, self._pool = layout, torch.cuda.graph_pool_handle()
-        here = torch.cuda.current_stream()
-        usual = here == torch.cuda.default_stream()  # which cannot be captured
-        aside = torch.cuda.Stream() if usual else here  # type: ignore[no-untyped-call]
-        aside.wait_stream(here)
+        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
             for _ in range(2):  # whatever is done at the first call only is done now
                 run(*layout.tensors)
                 layout.reset()
-        here.wait_stream(aside)
-        self._graphs = {size: self._capture(run, size, aside) for size in (BURST, 1)}
+        torch.cuda.current_stream().wait_stream(aside)
+        self._graphs = {size: self._capture(run, size) for size in (BURST, 1)}
         layout.begun.clear()
 
-    def _capture(self, run: Callable[..., object], size: int, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-        """So many steps; cuBLAS has a workspace for each stream, which graphs that play at once must not share."""
+    def _capture(self, run: Callable[..., object], size: int) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+        with torch.cuda.graph(graph, pool=self._pool):
             for _ in range(size):
                 run(*self._layout.tensors)
         return graph

@@ -1,11 +1,14 @@
 """Where memory is short: clients in parts, states and data in host memory, and the same results."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from fedcog import tree
+from fedcog import Experiment, run, tree
 from fedcog.algorithms import Algorithm, FedAvg, FedCOG, FedProx
-from fedcog.data import FederatedData
+from fedcog.data import FederatedData, federated
+from fedcog.federation import graphs
 from fedcog.federation.store import Store
 from fedcog.testing import Small, images, worst
 
@@ -95,3 +98,15 @@ def test_a_gpu_keeps_few_states_and_the_host_the_others() -> None:
     store.put(range(4), store.rows(range(4), kept), [True] * 4)
     assert [value.device.type for value in store.flatten().values()] == ["cuda", "cuda", "cpu", "cpu"]
     assert torch.equal(store.take([3, 0], FedAvg(), {})["previous"], kept["previous"][[3, 0]])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_streams_data_that_it_has_no_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "fused", lambda layout: layout.write)  # captured all the same, and much sooner
+    experiment = Experiment(algorithm=COG, rounds=3, clients=4, local_steps=40, batch_size=8, device="cuda", lr=0.05)
+    held = run(experiment, tmp_path / "held", report=False)
+    monkeypatch.setattr(federated, "_room", lambda device: 1000)
+    streamed = run(experiment, tmp_path / "streamed", report=False)
+    for one, other in zip(held.lines, streamed.lines, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)

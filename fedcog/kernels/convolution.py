@@ -45,8 +45,12 @@ def convolve(x: Tensor, w: Tensor, shape: Shape, blocks: Blocks, tf32: bool) -> 
 def convolve_input(g: Tensor, w: Tensor, shape: Shape, blocks: Blocks, tf32: bool) -> Tensor:
     """The gradient by x, where w may be one for all models."""
     s = shape
+    if s.turnable and blocks.stages:
+        own = w if w.stride(0) or s.models == 1 else w[:1]
+        turned = own.transpose(1, 2).flip(3, 4).contiguous()
+        return convolve(g, turned.expand(s.models, *turned.shape[1:]), s.turned, blocks, tf32)
     x = g.new_empty((s.models, s.batch, s.channels, s.height, s.width))
-    if not blocks.stages:  # of a stride of one, it is a convolution with the weight turned round
+    if not blocks.stages:
         return _directly(g, w, x, s.turned, blocks, (w.stride(2), w.stride(1)), reverse=True)
     positions = triton.cdiv(s.batch * s.height * s.width, blocks.rows)
     programs.convolve_input[positions, s.models, triton.cdiv(s.channels, blocks.columns)](

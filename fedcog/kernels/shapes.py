@@ -29,6 +29,11 @@ class Shape(NamedTuple):
         return down, across
 
     @property
+    def turnable(self) -> bool:
+        """Is the gradient by the input a convolution, too?"""
+        return self.stride == (1, 1) and min(self.turned.padding) >= 0
+
+    @property
     def turned(self) -> "Shape":
         """The convolution, with the weight turned round, that the gradient by the input is if strides are one."""
         down, across = (
@@ -54,14 +59,18 @@ class Blocks(NamedTuple):
 
 def choices(kind: str, shape: Shape) -> list[Blocks]:
     """Ways to cut a convolution ("output"), its input or its weight gradient that have proved best."""
+    taps = shape.rows * shape.columns
     if kind == "weight":
-        return [Blocks(32, _power(shape.outputs, 8, 64), 64, 2, 3)]
+        columns = _power(shape.outputs, 8, 64)
+        if columns >= 32:
+            return [Blocks(64, columns, 64, 4, 3)]
+        return [Blocks(128 if 64 < shape.channels * taps <= 128 else 32, columns, 64, 2, 3)]
     made = shape.outputs if kind == "output" else shape.channels
-    terms = shape.rows * shape.columns * (shape.channels if kind == "output" else shape.outputs)
-    turnable = shape.stride == (1, 1) and min(shape.turned.padding) >= 0
-    if made <= 8 and terms <= 1024 and shape.rows * shape.columns <= 49 and (kind == "output" or turnable):
+    terms = taps * (shape.channels if kind == "output" else shape.outputs)
+    if made <= 8 and terms <= 1024 and taps <= 49 and (kind == "output" or shape.turnable):
         return [Blocks(256, _power(made, 4, 8), 1, 2, 0)]
-    return [Blocks(128, _power(made, 8, 64), 32, 4, 3)]
+    columns = _power(made, 8, 64)
+    return [Blocks(128, columns, 32, 4, 3), *([Blocks(256, columns, 32, 8, 3)] if columns >= 32 else [])]
 
 
 def _power(number: int, least: int, most: int) -> int:

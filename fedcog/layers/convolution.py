@@ -125,11 +125,10 @@ def _launches(kind: str, one: Tensor, other: Tensor, shape: Shape) -> tuple[str,
     first, second = (value if value[0].is_contiguous() else value.contiguous() for value in (one, other))
     tf32 = torch.backends.cuda.matmul.allow_tf32
     sharing = "".join("-" if value.stride(0) == 0 and shape.models > 1 else "+" for value in (first, second))
-    case = f"{kind}{sharing} {one.dtype} {'tf32 ' if tf32 else ''}{list(shape)}"
     launch = functools.partial(kernels.KINDS[kind], first, second, shape)
-    return case, {
-        ",".join(map(str, blocks)): functools.partial(launch, blocks, tf32) for blocks in choices(kind, shape)
-    }
+    ways = {",".join(map(str, blocks)): functools.partial(launch, blocks, tf32) for blocks in choices(kind, shape)}
+    case = f"{kind}{sharing} {one.dtype} {'tf32 ' if tf32 else ''}{list(shape)} by {' or '.join(ways)}"
+    return case, ways
 
 
 def _foresee(kind: str, one: Tensor, other: Tensor, shape: Shape) -> None:

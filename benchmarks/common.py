@@ -138,7 +138,7 @@ def about(device: torch.device, data: str | None) -> dict[str, str]:
         "versions": ", ".join(
             [f"Python {platform.python_version()}", *(f"{name} {found}" for name, found in packages.items())]
         ),
-        "TF32 allowed by torch": _tf32(),
+        "TF32": f"off in rounds of fedcog; as torch ships it is allowed in {_tf32()}",
         "data": "CIFAR-10" if data else "random images of CIFAR-10's form",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *map(_short, sys.argv[1:])]),
@@ -163,8 +163,9 @@ def _tf32() -> str:
     try:
         convolutions, products = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
     except RuntimeError:  # somebody has set it by torch's newer names, and the old ones then refuse to tell
-        return "set by fp32_precision"
-    return f"convolutions {convolutions}, matrix products {products}"
+        return "what fp32_precision says"
+    allowed = [name for name, on in (("convolutions", convolutions), ("matrix products", products)) if on]
+    return " and ".join(allowed) or "nothing"
 
 
 def _cpu() -> str:

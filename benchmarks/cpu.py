@@ -7,13 +7,12 @@ they are not). All train the same network from the same start on the same client
 on batches of the same size, SGD with momentum 0.9 and weight decay 1e-5, no augmentation and no evaluation. After one
 round the loss of every global model over the whole training set is compared. Each contender runs in a process of its
 own, in turn, some times over; neither its start nor its first rounds are counted. The others get their data as
-normalised floats beforehand; fedcog, as always, normalises every batch. On digits fedcog trains all clients together
-(--mapping vmap --threads 1); its defaults, clients side by side in worker processes, have a line of their own.
+normalised floats beforehand; fedcog, as always, normalises every batch. It runs by its defaults: rounds as short as
+those of digits train all clients together, longer ones side by side in worker processes.
 """
 
 import argparse
 import copy
-import dataclasses
 import datetime
 import functools
 import importlib.metadata
@@ -61,10 +60,9 @@ COMMON: dict[str, Any] = {
     **{"clients": CLIENTS, "partition": "iid", "augment": "off", "device": "cpu", "rounds": 10**6},
     **{"lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY, "evaluate_every": 10**6, "evaluate_local": False},
 }
-TOGETHER: dict[str, Any] = {"mapping": "vmap", "threads": 1}  # as examples/demo.toml advises for so small a network
 CASES = {
-    "digits": Case(Experiment(dataset="digits", local_steps=3, batch_size=16, **COMMON, **TOGETHER), 5, 20),
-    "digits-32": Case(Experiment(dataset="digits", local_steps=4, batch_size=32, **COMMON, **TOGETHER), 5, 20),
+    "digits": Case(Experiment(dataset="digits", local_steps=3, batch_size=16, **COMMON), 5, 20),
+    "digits-32": Case(Experiment(dataset="digits", local_steps=4, batch_size=32, **COMMON), 5, 20),
     "cifar10": Case(Experiment(dataset="cifar10", local_steps=20, batch_size=64, **COMMON), 1, 4),
 }
 
@@ -246,7 +244,6 @@ def pfl(case: str, record: Callable[[dict[str, Tensor]], bool]) -> None:
 
 CONTENDERS = {
     "fedcog": None,
-    "fedcog, its defaults": None,
     "by hand, a process a core": None,
     "Flower": "flwr",
     "pfl, one process": "pfl",
@@ -269,10 +266,7 @@ def play(contender: str, case: str, out: Path) -> None:
     elif contender == "Flower":
         flower(case, record)
     else:
-        experiment = CASES[case].experiment
-        if contender == "fedcog, its defaults":
-            experiment = dataclasses.replace(experiment, mapping="auto", threads=0)
-        rounds = ours(experiment) if contender.startswith("fedcog") else by_hand(case)
+        rounds = ours(CASES[case].experiment) if contender == "fedcog" else by_hand(case)
         while not record(next(rounds)):
             pass
     if os.environ.get("RANK", "0") == "0":
@@ -325,8 +319,7 @@ def table(case: str, times: dict[str, list[float]], losses: dict[str, float], mo
             f"| {median[name] / median['fedcog']:.2f} | {losses[name]:.4f}, {moved[name]:.4f} |"
         )
     hand = median["by hand, a process a core"]
-    ratios = [f"{name} / by hand: {median[name] / hand:.2f}" for name in times if name.startswith("fedcog")]
-    return [*lines, "", "; ".join(ratios) + ".", ""]
+    return [*lines, "", f"fedcog / by hand: {median['fedcog'] / hand:.2f}.", ""]
 
 
 def main() -> None:
@@ -358,8 +351,6 @@ def main() -> None:
     ]
     for case in options.cases:
         times: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-        if CASES[case].experiment.mapping == "auto":
-            del times["fedcog, its defaults"]
         losses, moved = dict[str, float](), dict[str, float]()
         for _ in range(options.repeats):
             for name in (name for name in times if there[name]):

@@ -54,7 +54,7 @@ def _measure(ways: Mapping[str, Callable[[], Tensor]]) -> str:
             elif not (found - reference).float().norm() <= 2e-2 * reference.float().norm():
                 warnings.warn(f"a kernel ({name}) is passed over: it disagrees with torch's own.", stacklevel=2)
                 continue
-            times[name] = _seconds(way)
+            times[name] = seconds(way)
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:  # a way that does not work here is none; the reference must
@@ -64,8 +64,8 @@ def _measure(ways: Mapping[str, Callable[[], Tensor]]) -> str:
     return min(times, key=lambda name: times[name])
 
 
-def _seconds(way: Callable[[], Tensor], repeats: int = 5, calls: int = 10) -> float:
-    """The median time of some calls by the GPU's own clock, without what it takes to launch them."""
+def seconds(way: Callable[[], Tensor], repeats: int = 5, calls: int = 10) -> float:
+    """The median time of a call by the GPU's own clock, without what it takes to launch it."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(calls):
@@ -77,7 +77,7 @@ def _seconds(way: Callable[[], Tensor], repeats: int = 5, calls: int = 10) -> fl
         graph.replay()
         end.record()
         end.synchronize()
-        found.append(float(begin.elapsed_time(end)))
+        found.append(float(begin.elapsed_time(end)) / 1e3 / calls)
     return statistics.median(found[1:])
 
 

@@ -1,0 +1,115 @@
+"""Convolutions of many models at once: cuDNN's grouped kernels beside ours, layer by layer, on one GPU.
+
+    python benchmarks/convolutions.py --out results/convolutions.md
+
+The layers are those of the paper's CNN at batch 64, of pfl-research's network (50 models, batch 10), and one of a
+residual network. Times are by the GPU's own clock, medians of five graphs of ten calls each, float32 without TF32. The
+column "chosen" is what `fedcog.layers.tuning` would use; "error" is the distance from a float64 reference, relative to
+its length.
+"""
+
+import argparse
+from collections.abc import Callable
+
+import common
+import torch
+from torch import Tensor
+
+from fedcog.experiments.prepare import find_device, surroundings
+from fedcog.kernels.convolution import KINDS
+from fedcog.kernels.shapes import Shape, choices
+from fedcog.layers.tuning import seconds
+
+ONE, NONE = (1, 1), (0, 0)
+LAYERS = {
+    "the paper's first": Shape(10, 64, 3, 32, 32, 6, 5, 5, ONE, NONE, ONE),
+    "the paper's second": Shape(10, 64, 6, 14, 14, 16, 5, 5, ONE, NONE, ONE),
+    "pfl's first": Shape(50, 10, 3, 32, 32, 32, 3, 3, ONE, NONE, ONE),
+    "pfl's second": Shape(50, 10, 32, 30, 30, 64, 3, 3, ONE, NONE, ONE),
+    "a residual block's": Shape(10, 64, 64, 16, 16, 64, 3, 3, ONE, ONE, ONE),
+}
+Arguments = tuple[Tensor, Tensor]
+
+
+def arguments(shape: Shape, device: torch.device, dtype: torch.dtype = torch.float32) -> dict[str, Arguments]:
+    """What each kind is computed of: (x, w), (g, w) and (g, x)."""
+    draw = torch.Generator().manual_seed(0)
+    sizes = {
+        "x": shape[:5],
+        "w": (shape.models, shape.outputs, shape.channels, shape.rows, shape.columns),
+        "g": (shape.models, shape.batch, shape.outputs, *shape.out),
+    }
+    x, w, g = (torch.randn(size, generator=draw).to(device, dtype) for size in sizes.values())
+    return {"output": (x, w), "input": (g, w), "weight": (g, x)}
+
+
+def grouped(kind: str, shape: Shape, one: Tensor, other: Tensor) -> Callable[[], Tensor]:
+    """torch's own way: one convolution of as many groups as there are models."""
+    G, s = shape.models, shape
+    how = (s.stride, s.padding, s.dilation)
+
+    def joined(value: Tensor) -> Tensor:
+        return value.transpose(0, 1).flatten(1, 2)
+
+    def parted(value: Tensor) -> Tensor:
+        return value.reshape(len(value), G, -1, *value.shape[2:]).transpose(0, 1)
+
+    def gradient(which: int, g: Tensor, x: Tensor, w: Tensor) -> Tensor:
+        wanted = [which == 0, which == 1, False]
+        both = torch.ops.aten.convolution_backward(g, x, w, None, *how, False, [0, 0], G, wanted)
+        found: Tensor = both[which]
+        return found
+
+    if kind == "output":
+        return lambda: parted(
+            torch.ops.aten.convolution(joined(one), other.flatten(0, 1), None, *how, False, [0, 0], G)
+        )
+    if kind == "input":
+        x = one.new_empty((s.batch, G * s.channels, s.height, s.width))
+        return lambda: parted(gradient(0, joined(one), x, other.flatten(0, 1)))
+    w = one.new_empty((G * s.outputs, s.channels, s.rows, s.columns))
+    return lambda: gradient(1, joined(one), joined(other), w).reshape(G, s.outputs, *w.shape[1:])
+
+
+def apart(found: Tensor, exact: Tensor) -> float:
+    """How far a result lies from the reference."""
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+def row(name: str, kind: str, shape: Shape, device: torch.device) -> tuple[list[str], dict[str, float]]:
+    """A line of the table."""
+    one, other = arguments(shape, device)[kind]
+    exact = grouped(kind, shape, *arguments(shape, device, torch.float64)[kind])()
+    ways = {"cuDNN": grouped(kind, shape, one, other)}
+    for blocks in choices(kind, shape):
+        ways[str(tuple(blocks))] = lambda blocks=blocks: KINDS[kind](one, other, shape, blocks, False)  # type: ignore[misc]
+    times = {way: 1e6 * seconds(compute) for way, compute in ways.items()}
+    errors = {way: apart(compute(), exact) for way, compute in ways.items()}
+    best = min(times, key=lambda way: times[way])
+    ours = min((way for way in times if way != "cuDNN"), key=lambda way: times[way])
+    cells = [name, kind, f"{times['cuDNN']:.1f}", f"{times[ours]:.1f}", f"{times['cuDNN'] / times[ours]:.1f} x", best]
+    return [*cells, f"{errors['cuDNN']:.0e}", f"{errors[ours]:.0e}"], times
+
+
+def main() -> None:
+    """Time every layer's three kernels."""
+    parser = common.parser(__doc__, "results/convolutions.md")
+    options: argparse.Namespace = parser.parse_args()
+    device = find_device(options.device)
+    if device.type != "cuda":
+        parser.error("these are kernels for a GPU, and there is none.")
+    rows, found = [], dict[str, dict[str, float]]()
+    with surroundings(0):
+        for name, shape in LAYERS.items():
+            for kind in KINDS:
+                if kind == "input" and shape.channels == 3 and shape.models == 50:
+                    continue  # nobody asks for the gradient by pfl's images
+                cells, found[f"{name}, {kind}"] = row(name, kind, shape, device)
+                rows.append(cells)
+    head = ["layer", "kind", "cuDNN, us", "ours, us", "ratio", "chosen", "cuDNN's error", "our error"]
+    common.write(options.out, "Convolutions", common.about(device, None), [common.table(head, rows)], {"times": found})
+    print(options.out.with_suffix(".md").read_text())
+
+
+if __name__ == "__main__":
+    main()

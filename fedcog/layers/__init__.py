@@ -29,7 +29,7 @@ class Layers(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Any call of torch."""
-        if func is torch.conv2d:
+        if func is torch.conv2d and _worthwhile(args[0]):
             return _conv2d(*args, **(kwargs or {}))
         if func in (F.max_pool2d, torch.max_pool2d) and _traced():  # eagerly, torch's one kernel is the faster
             return _max_pool2d(func, *args, **(kwargs or {}))
@@ -75,6 +75,11 @@ def _tiles(
     simple = not any(_pair(padding)) and _pair(dilation) == [1, 1] and not ceil_mode and not return_indices
     tiles = not stride or _pair(stride) == [rows, columns]
     return [rows, columns] if simple and tiles and rows * columns <= TAPS else None
+
+
+def _worthwhile(input: Tensor) -> bool:
+    """Is there a kernel of ours to gain from? On a CPU there is none, and rules in Python cost more than torch's own."""
+    return input.is_cuda or _traced()
 
 
 def _traced() -> bool:

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
+from fedcog import layers
 from fedcog.algorithms import FedAvg
 from fedcog.layers import Layers
 from fedcog.models import Model
@@ -15,6 +16,13 @@ NETWORK = nn.Sequential(
     *(nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.Tanh(), nn.Conv2d(4, 3, (2, 3), dilation=(1, 2)), nn.Tanh()),
     *(nn.Conv2d(3, 3, 1, groups=3), nn.Conv2d(3, 2, 3, padding="same"), nn.Conv2d(2, 2, 1, padding="valid")),
 ).double()
+
+
+@pytest.fixture(autouse=True, params=["ours", "as it comes"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our rules for convolutions also on a CPU, where they would not be worth while; and what is used there."""
+    if request.param == "ours":
+        monkeypatch.setattr(layers, "_worthwhile", lambda input: True)
 
 
 def energy(params: dict[str, Tensor], x: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ def _tiles(
 
 
 def _worthwhile(input: Tensor) -> bool:
-    """Is there a kernel of ours to gain from? On a CPU there is none, and rules in Python cost more than torch's own."""
+    """Is there a kernel of ours to gain from? On a CPU there is none, and rules in Python cost more than torch's."""
     return input.is_cuda or _traced()
 
 

@@ -78,16 +78,16 @@ def finished(place: Path, experiment: Experiment) -> Run | None:
 
 def gather(options: argparse.Namespace, data: Dataset) -> dict[str, dict[int, Run]]:
     """All runs there are by way of computing and seed, as many more of them as time allows."""
-    deadline, longest = time.monotonic() + options.time_budget, 0.0
+    deadline, longest = time.monotonic() + options.time_budget, dict.fromkeys(options.ways, 0.0)
     found: dict[str, dict[int, Run]] = {way: {} for way in options.ways}
     for seed, way in itertools.product(options.seeds, options.ways):
         mapping, precision = way.split(",")
         experiment = setting(options, mapping, precision, seed)
         place = options.out / f"{options.algorithm}-{mapping}-{precision}-seed-{seed}.json"
         run = finished(place, experiment)
-        if run is None and time.monotonic() + longest < deadline:
+        if run is None and time.monotonic() + longest[way] < deadline:
             run = carry_out(experiment, data, deadline)
-            longest = float("inf") if run is None else max(longest, run["seconds"])
+            longest[way] = float("inf") if run is None else max(longest[way], run["seconds"])
             keep(place, run)
         if run is not None:
             found[way][seed] = run

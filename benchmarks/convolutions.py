@@ -68,7 +68,7 @@ def grouped(kind: str, shape: Shape, one: Tensor, other: Tensor) -> Callable[[],
         x = one.new_empty((s.batch, G * s.channels, s.height, s.width))
         return lambda: parted(gradient(0, joined(one), x, other.flatten(0, 1)))
     w = one.new_empty((G * s.outputs, s.channels, s.rows, s.columns))
-    return lambda: gradient(1, joined(one), joined(other), w).reshape(G, s.outputs, *w.shape[1:])
+    return lambda: gradient(1, joined(one), joined(other), w).reshape(G, s.outputs, -1)
 
 
 def apart(found: Tensor, exact: Tensor) -> float:

@@ -63,7 +63,7 @@ COMMON: dict[str, Any] = {
 CASES = {
     "digits": Case(Experiment(dataset="digits", local_steps=3, batch_size=16, **COMMON), 5, 20),
     "digits-32": Case(Experiment(dataset="digits", local_steps=4, batch_size=32, **COMMON), 5, 20),
-    "cifar10": Case(Experiment(dataset="cifar10", local_steps=20, batch_size=64, **COMMON), 1, 4),
+    "cifar10": Case(Experiment(dataset="cifar10", local_steps=20, batch_size=64, **COMMON), 1, 6),
 }
 
 

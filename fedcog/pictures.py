@@ -15,8 +15,10 @@ PADDING = 4
 
 def inputs(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """Examples in the precision of `mean`: images scaled to [0, 1]; normalised, if there is anything to do it by."""
-    scaled = x.to(mean.dtype, copy=True) if x.is_floating_point() else x.to(mean.dtype) / 255
-    return (scaled - mean) / std if mean.numel() else scaled
+    scaled = x.to(mean.dtype, copy=True)
+    if not x.is_floating_point():
+        scaled.div_(255)
+    return scaled.sub_(mean).div_(std) if mean.numel() else scaled
 
 
 def examples(stored: Tensor, index: Tensor, moves: Tensor | None, mean: Tensor, std: Tensor) -> Tensor:

@@ -174,7 +174,10 @@ class RunDirectory:
             assert all(client >= 0 for client in checkpoint.known)
             return checkpoint
         except (KeyError, TypeError, ValueError, AssertionError) as error:
-            raise RecordError(f"{self.path / 'checkpoint.safetensors'} is not a checkpoint of fedcog's.") from error
+            raise RecordError(
+                f"{self.path / 'checkpoint.safetensors'} is not a checkpoint of fedcog's: delete {self.path} to start "
+                "this run anew, or choose another --out."
+            ) from error
 
     def save_federation(self, tensors: Params, about: dict[str, Any]) -> None:
         """Write down who holds what."""
@@ -203,7 +206,8 @@ class RunDirectory:
                 return {key: file.get_tensor(key) for key in sorted(file.keys())}, about
         except (OSError, SafetensorError, ValueError, RecursionError) as error:
             raise RecordError(
-                f"cannot read {self.path / name}: {error}. The file is damaged; start again with another --out."
+                f"cannot read {self.path / name}: {error}. The file is damaged: delete {self.path} to start this run "
+                "anew, or choose another --out."
             ) from error
 
     def _tensors(self, name: str, tensors: Params, about: dict[str, Any]) -> None:

@@ -53,8 +53,7 @@ def _conv2d(
     if torch.is_autocast_enabled(input.device.type):  # torch's own would do so by itself
         dtype = torch.get_autocast_dtype(input.device.type)
         input, weight = input.to(dtype), weight.to(dtype)
-    y = convolution(input, weight, _pair(stride), _pair(padding), _pair(dilation))
-    return y if bias is None else y + bias[:, None, None]
+    return convolution(input, weight, bias, _pair(stride), _pair(padding), _pair(dilation))
 
 
 def _max_pool2d(func: Callable[..., Any], input: Tensor, *args: Any, **kwargs: Any) -> Any:

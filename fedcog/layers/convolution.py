@@ -1,9 +1,10 @@
 """Convolution as an operator with rules of its own: mapped over models by vmap, it is one kernel for all of them.
 
 Three operators belong together, for each is a gradient of the others: the output of input and weight, the input's
-gradient of the output's and the weight, the weight's gradient of the output's and the input. Their arguments have a
-leading model axis; what all models share has a stride of 0 there. On a GPU they run whichever is fastest for the shape:
-Triton kernels that take the models side by side, or torch's grouped convolution, which is one kernel a model.
+gradient of the output's and the weight, the weight's gradient of the output's and the input (and with it the gradient
+of a bias, for which it need not be read again). Their arguments have a leading model axis; what all models share has a
+stride of 0 there. On a GPU they run whichever is fastest for the shape: Triton kernels that take the models side by
+side, or torch's grouped convolution, which is one kernel a model.
 """
 
 import functools
@@ -27,9 +28,13 @@ except ImportError:  # there is no Triton here
 Ints = Sequence[int]
 
 
-def convolution(x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
-    """The convolution of x [batch, channels, height, width] with w [outputs, channels, rows, columns]."""
-    found: Tensor = Output.apply(x, w, stride, padding, dilation)  # type: ignore[no-untyped-call]
+def convolution(x: Tensor, w: Tensor, b: Tensor | None, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
+    """The convolution of x [batch, channels, height, width] with w [outputs, channels, rows, columns], plus b."""
+    found: Tensor
+    if b is None or b.dtype != w.dtype:
+        found = Output.apply(x, w, stride, padding, dilation)  # type: ignore[no-untyped-call]
+        return found if b is None else found + b[:, None, None]
+    found = Biased.apply(x, w, b, stride, padding, dilation)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -57,15 +62,21 @@ def convolve_input(g: Tensor, w: Tensor, size: Ints, stride: Ints, padding: Ints
 
 
 @custom_op("fedcog::convolve_weight", mutates_args=())
-def convolve_weight(g: Tensor, x: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
-    """Every model's gradient by a weight of `size` rows and columns, from its gradient `g` by the output."""
+def convolve_weight(
+    g: Tensor, x: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints, bias: bool
+) -> Tensor:
+    """Every model's gradient by a weight of `size` rows and columns, from its gradient `g` by the output.
+
+    It is [models, outputs, channels * rows * columns]; with `bias` the gradient by an added number comes last.
+    """
 
     def plain() -> Tensor:
         w = g.new_empty((len(g) * g.shape[2], x.shape[2], *size))
         found = _backward(1, _joined(g), _joined(x), w, stride, padding, dilation, len(g))
-        return found.reshape(len(g), g.shape[2], x.shape[2], *size)
+        by_w = found.reshape(len(g), g.shape[2], -1)
+        return torch.cat([by_w, g.sum((1, 3, 4))[..., None]], -1) if bias else by_w
 
-    return _best("weight", g, x, _of_weight(g, x, size, stride, padding, dilation), plain)
+    return _best("weight", g, x, _of_weight(g, x, size, stride, padding, dilation, bias), plain)
 
 
 def _backward(
@@ -102,8 +113,8 @@ def _of_input(g: Tensor, w: Tensor, size: Ints, *rest: Ints) -> Shape:
     return Shape(*g.shape[:2], channels, *size, outputs, rows, columns, *pairs)  # type: ignore[call-arg]
 
 
-def _of_weight(g: Tensor, x: Tensor, size: Ints, *rest: Ints) -> Shape:
-    return Shape(*x.shape, g.shape[2], *size, *_pairs(*rest))  # type: ignore[call-arg]
+def _of_weight(g: Tensor, x: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints, bias: bool) -> Shape:
+    return Shape(*x.shape, g.shape[2], *size, *_pairs(stride, padding, dilation), bias)  # type: ignore[call-arg]
 
 
 def _best(kind: str, one: Tensor, other: Tensor, shape: Shape, plain: Callable[[], Tensor]) -> Tensor:
@@ -156,9 +167,10 @@ def _(g: Tensor, w: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: I
 
 
 @convolve_weight.register_fake
-def _(g: Tensor, x: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
-    _foresee("weight", g, x, _of_weight(g, x, size, stride, padding, dilation))
-    return g.new_empty((len(g), g.shape[2], x.shape[2], *size))
+def _(g: Tensor, x: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints, bias: bool) -> Tensor:
+    shape = _of_weight(g, x, size, stride, padding, dilation, bias)
+    _foresee("weight", g, x, shape)
+    return g.new_empty((len(g), g.shape[2], shape.terms))
 
 
 # The rules for one model. Each of the three is linear in both its arguments, and its gradients are the other two.
@@ -215,8 +227,51 @@ class Output(_Rule):
         """By input and weight."""
         (x, w), rest, (left, right, *_) = ctx.saved_tensors, ctx.numbers, ctx.needs_input_grad
         by_x = Input.apply(g, w, x.shape[-2:], *rest) if left else None  # type: ignore[no-untyped-call]
-        by_w = Weight.apply(g, x, w.shape[-2:], *rest) if right else None  # type: ignore[no-untyped-call]
+        by_w = _by_weight(g, x, w, *rest)[0] if right else None
         return by_x, by_w, None, None, None
+
+
+class Biased(torch.autograd.Function):
+    """`convolve` of one model, and a number added to each of its outputs."""
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor, b: Tensor, *rest: Any) -> Tensor:
+        """The operator's result, plus b."""
+        return Output.alone(x, w, *rest) + b[:, None, None]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """b is not needed again."""
+        x, w, _, *ctx.numbers = inputs
+        ctx.save_for_backward(x, w)
+
+    @staticmethod
+    def vmap(
+        info: Any, dims: tuple[int | None, ...], x: Tensor, w: Tensor, b: Tensor, *rest: Any
+    ) -> tuple[Tensor, int]:
+        """Over models."""
+        if dims[0] is None and dims[1] is None:
+            y = Output.apply(x, w, *rest)[None]  # type: ignore[no-untyped-call]
+        else:
+            y, _ = Output.over(info, dims[:2], x, w, *rest)
+        b = b[None] if dims[2] is None else b.movedim(dims[2], 0)
+        return y + b[:, None, :, None, None], 0
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        """By input, weight and bias."""
+        (x, w), rest, (left, middle, right, *_) = ctx.saved_tensors, ctx.numbers, ctx.needs_input_grad
+        by_x = Input.apply(g, w, x.shape[-2:], *rest) if left else None  # type: ignore[no-untyped-call]
+        by_w, by_b = _by_weight(g, x, w, *rest, True) if middle or right else (None, None)
+        return by_x, by_w, by_b, None, None, None
+
+
+def _by_weight(
+    g: Tensor, x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints, bias: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """One model's gradients by weight and bias."""
+    both = Weight.apply(g, x, w.shape[-2:], stride, padding, dilation, bias)  # type: ignore[no-untyped-call]
+    return (both[:, :-1].reshape(w.shape), both[:, -1]) if bias else (both.reshape(w.shape), None)
 
 
 class Input(_Rule):
@@ -239,7 +294,7 @@ class Input(_Rule):
         """By the output's gradient and the weight."""
         (g, w), (_, *rest), (left, right, *_) = ctx.saved_tensors, ctx.numbers, ctx.needs_input_grad
         by_g = Output.apply(slope, w, *rest) if left else None  # type: ignore[no-untyped-call]
-        by_w = Weight.apply(g, slope, w.shape[-2:], *rest) if right else None  # type: ignore[no-untyped-call]
+        by_w = _by_weight(g, slope, w, *rest)[0] if right else None
         return by_g, by_w, None, None, None, None
 
 
@@ -262,7 +317,10 @@ class Weight(_Rule):
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Any, ...]:
         """By the output's gradient and the input."""
-        (g, x), (_, *rest), (left, right, *_) = ctx.saved_tensors, ctx.numbers, ctx.needs_input_grad
-        by_g = Output.apply(x, slope, *rest) if left else None  # type: ignore[no-untyped-call]
-        by_x = Input.apply(g, slope, x.shape[-2:], *rest) if right else None  # type: ignore[no-untyped-call]
-        return by_g, by_x, None, None, None, None
+        (g, x), (size, *rest, bias), (left, right, *_) = ctx.saved_tensors, ctx.numbers, ctx.needs_input_grad
+        by_w = (slope[:, :-1] if bias else slope).reshape(g.shape[1], x.shape[1], *size)
+        by_x = Input.apply(g, by_w, x.shape[-2:], *rest) if right else None  # type: ignore[no-untyped-call]
+        by_g = None
+        if left:
+            by_g = convolution(x, by_w, slope[:, -1] if bias else None, *rest)
+        return by_g, by_x, None, None, None, None, None

@@ -67,10 +67,29 @@ def test_second_derivatives_are_torchs() -> None:
 
 
 def test_plain_autograd_works_too() -> None:
-    x, w = torch.randn(2, 3, 6, 6).double().requires_grad_(), torch.randn(4, 3, 3, 3).double().requires_grad_()
+    x, w, b = (torch.randn(*size).double().requires_grad_() for size in ((2, 3, 6, 6), (4, 3, 3, 3), (4,)))
     with Layers():
-        mine = torch.autograd.grad(F.conv2d(x, w, padding=1).square().sum(), (x, w))
-    same(mine, torch.autograd.grad(F.conv2d(x, w, padding=1).square().sum(), (x, w)))
+        mine = torch.autograd.grad(F.conv2d(x, w, b, padding=1).square().sum(), (x, w, b))
+    same(mine, torch.autograd.grad(F.conv2d(x, w, b, padding=1).square().sum(), (x, w, b)))
+
+
+@pytest.mark.parametrize("dims", [(None, None, 0), (0, None, None), (None, 0, None), (0, None, 0), (0, 0, None)])
+def test_a_bias_may_be_shared_or_not(dims: tuple[int | None, ...]) -> None:
+    draw = torch.Generator().manual_seed(0)
+    sizes = (2, 3, 6, 6), (4, 3, 3, 3), (4,)
+    given = [
+        torch.randn(*([3] if dim == 0 else []), *size, generator=draw, dtype=torch.float64)
+        for dim, size in zip(dims, sizes, strict=True)
+    ]
+
+    def plain(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.conv2d(x, w, b).pow(3).sum()
+
+    def mine(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        with Layers():
+            return plain(x, w, b)
+
+    same(vmap(grad(mine, (0, 1, 2)), dims)(*given), vmap(grad(plain, (0, 1, 2)), dims)(*given))
 
 
 @pytest.mark.parametrize("affine", [True, False])

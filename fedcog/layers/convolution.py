@@ -227,7 +227,7 @@ class Output(_Rule):
         """By input and weight."""
         (x, w), rest, (left, right, *_) = ctx.saved_tensors, ctx.numbers, ctx.needs_input_grad
         by_x = Input.apply(g, w, x.shape[-2:], *rest) if left else None  # type: ignore[no-untyped-call]
-        by_w = _by_weight(g, x, w, *rest)[0] if right else None
+        by_w = _by_weight(g, x, w, rest)[0] if right else None
         return by_x, by_w, None, None, None
 
 
@@ -262,15 +262,15 @@ class Biased(torch.autograd.Function):
         """By input, weight and bias."""
         (x, w), rest, (left, middle, right, *_) = ctx.saved_tensors, ctx.numbers, ctx.needs_input_grad
         by_x = Input.apply(g, w, x.shape[-2:], *rest) if left else None  # type: ignore[no-untyped-call]
-        by_w, by_b = _by_weight(g, x, w, *rest, True) if middle or right else (None, None)
+        by_w, by_b = _by_weight(g, x, w, rest, bias=True) if middle or right else (None, None)
         return by_x, by_w, by_b, None, None, None
 
 
 def _by_weight(
-    g: Tensor, x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints, bias: bool = False
+    g: Tensor, x: Tensor, w: Tensor, rest: Sequence[Ints], bias: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """One model's gradients by weight and bias."""
-    both = Weight.apply(g, x, w.shape[-2:], stride, padding, dilation, bias)  # type: ignore[no-untyped-call]
+    """One model's gradients by weight and bias; `rest` is stride, padding and dilation."""
+    both = Weight.apply(g, x, w.shape[-2:], *rest, bias)  # type: ignore[no-untyped-call]
     return (both[:, :-1].reshape(w.shape), both[:, -1]) if bias else (both.reshape(w.shape), None)
 
 
@@ -294,7 +294,7 @@ class Input(_Rule):
         """By the output's gradient and the weight."""
         (g, w), (_, *rest), (left, right, *_) = ctx.saved_tensors, ctx.numbers, ctx.needs_input_grad
         by_g = Output.apply(slope, w, *rest) if left else None  # type: ignore[no-untyped-call]
-        by_w = _by_weight(g, slope, w, *rest)[0] if right else None
+        by_w = _by_weight(g, slope, w, rest)[0] if right else None
         return by_g, by_w, None, None, None, None
 
 

@@ -343,7 +343,8 @@ def main() -> None:
     others = [name for name in ("torch", "flwr", "ray", "pfl") if importlib.util.find_spec(name)]
     found = [f"Python {platform.python_version()}", f"fedcog {fedcog.__version__}"]
     found += [f"{name} {importlib.metadata.version(name)}" for name in others]
-    words = [word for word in sys.argv[1:] if word not in ("--data-dir", options.data_dir)]
+    own = ("--data-dir", options.data_dir, "--out", str(options.out))  # where things lie here is nobody's business
+    words = [word for word in sys.argv[1:] if word not in own]
     lines = [
         "# A FedAvg round on a CPU",
         "",

@@ -29,7 +29,7 @@ class Layers(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Any call of torch."""
-        if func is torch.conv2d and _worthwhile(args[0]):
+        if func is torch.conv2d:
             return _conv2d(*args, **(kwargs or {}))
         if func in (F.max_pool2d, torch.max_pool2d) and _traced():  # eagerly, torch's one kernel is the faster
             return _max_pool2d(func, *args, **(kwargs or {}))
@@ -48,7 +48,7 @@ def _conv2d(
     groups: int = 1,
 ) -> Tensor:
     padding = 0 if padding == "valid" else padding
-    if groups != 1 or isinstance(padding, str) or input.dim() != 4:
+    if groups != 1 or isinstance(padding, str) or input.dim() != 4 or not _worthwhile(input):
         return torch.conv2d(input, weight, bias, stride, padding, dilation, groups)
     if torch.is_autocast_enabled(input.device.type):  # torch's own would do so by itself
         dtype = torch.get_autocast_dtype(input.device.type)

@@ -73,6 +73,14 @@ def test_plain_autograd_works_too() -> None:
     same(mine, torch.autograd.grad(F.conv2d(x, w, b, padding=1).square().sum(), (x, w, b)))
 
 
+def test_arguments_may_be_named() -> None:
+    x, w = torch.randn(2, 3, 6, 6), torch.randn(4, 3, 3, 3)
+    with Layers():
+        mine = F.conv2d(input=x, weight=w, padding="valid"), F.max_pool2d(input=x, kernel_size=2)
+    assert float((mine[0] - F.conv2d(x, w)).abs().max()) < 1e-5
+    assert torch.equal(mine[1], F.max_pool2d(x, 2))
+
+
 @pytest.mark.parametrize("dims", [(None, None, 0), (0, None, None), (None, 0, None), (0, None, 0), (0, 0, None)])
 def test_a_bias_may_be_shared_or_not(dims: tuple[int | None, ...]) -> None:
     draw = torch.Generator().manual_seed(0)

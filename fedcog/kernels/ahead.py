@@ -53,8 +53,10 @@ def begin(device: torch.device, launcher: Callable[..., Tensor], *args: Any) -> 
 
 
 def finish(seconds: float = 60.0) -> None:
-    """Wait for what has begun."""
-    wait(_begun.values(), timeout=seconds)
+    """Wait for what has begun; what takes longer is left to the launch, and not waited for again."""
+    late = wait(_begun.values(), timeout=seconds).not_done
+    for job in [job for job, future in _begun.items() if future in late]:
+        del _begun[job]
 
 
 def _compile(folder: str, capability: int, launcher: Callable[..., Tensor], *args: Any) -> None:

@@ -4,9 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+
+from fedcog.kernels import ahead
 
 pytest.importorskip("triton", reason="needs Triton: pip install triton")
 
@@ -48,3 +51,11 @@ def test_other_processes_compile_what_is_found_later(tmp_path: Path) -> None:
     begun, faults, files = compiled(tmp_path, "beside")
     assert begun == 3 and not faults and len(files) >= 3
     assert compiled(tmp_path, "here")[2] == files  # nothing is compiled twice
+
+
+def test_what_takes_too_long_is_not_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    soon, never = Future[None](), Future[None]()
+    soon.set_result(None)
+    monkeypatch.setattr(ahead, "_begun", {"soon": soon, "never": never})
+    ahead.finish(0.01)
+    assert ahead._begun == {"soon": soon}

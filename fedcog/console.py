@@ -1,6 +1,7 @@
 """What the command line shows: progress, tables, faults."""
 
 import io
+import os
 import signal
 import sys
 import time
@@ -25,12 +26,21 @@ from fedcog.models import MODELS
 
 Style = Literal["auto", "plain", "quiet"]
 
-_out = Console(
+
+class Stream(Console):
+    """A console whose reader may have enough: that does not end a run, and nobody is told from then on."""
+
+    def on_broken_pipe(self) -> None:
+        """Write to nowhere."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
+
+_out = Stream(
     highlight=False,
     width=None if sys.stdout and sys.stdout.isatty() else 160,
     file=None if sys.stdout else io.StringIO(),  # somebody closed it
 )
-_err = Console(stderr=True, highlight=False, soft_wrap=True, file=None if sys.stderr else io.StringIO())
+_err = Stream(stderr=True, highlight=False, soft_wrap=True, file=None if sys.stderr else io.StringIO())
 
 
 def say(text: str, style: Style) -> None:

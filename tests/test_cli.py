@@ -257,7 +257,6 @@ def test_only_a_lack_of_memory_is_called_so(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_reader_that_had_enough() -> None:
-    done = subprocess.run(
-        f"{sys.executable} -m fedcog list | head -1", shell=True, capture_output=True, text=True, timeout=60
-    )
+    command = f"{sys.executable} -m fedcog list | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr

@@ -123,10 +123,12 @@ class RunDirectory:
         except (ValueError, RecursionError) as error:
             raise RecordError(f"{file} is damaged: {error}.") from error
         for number, line in enumerate(lines, 1):
-            if not (isinstance(line, dict) and line.get("round") == number and isinstance(line.get("local"), list)):
+            local = line.get("local") if isinstance(line, dict) and line.get("round") == number else None
+            if not (isinstance(local, list) and all(isinstance(client, dict) for client in local)):
                 raise RecordError(f"{file} is damaged: line {number} is not that of round {number}.")
-            if not isinstance(line.get("accuracy", 0.0), float | int | None):
-                raise RecordError(f"{file} is damaged: line {number} has an accuracy that is no number.")
+            for name in ("loss", "accuracy", "personal_accuracy"):
+                if not isinstance(line.get(name), float | int | None):
+                    raise RecordError(f"{file} is damaged: line {number} has a {name} that is no number.")
         return lines
 
     def append(self, line: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from fedcog.layers.convolution import convolution
@@ -31,7 +32,9 @@ class Layers(TorchFunctionMode):
         """Any call of torch."""
         if func is torch.conv2d:
             return _conv2d(*args, **(kwargs or {}))
-        if func in (F.max_pool2d, torch.max_pool2d) and _traced():  # eagerly, torch's one kernel is the faster
+        if (
+            func in (F.max_pool2d, torch.max_pool2d) and _traced() and not _forward_mode()
+        ):  # eagerly, torch's one kernel is the faster
             return _max_pool2d(func, *args, **(kwargs or {}))
         if func is F.batch_norm:
             return _batch_norm(self.renewed, *args, **(kwargs or {}))
@@ -48,9 +51,11 @@ def _conv2d(
     groups: int = 1,
 ) -> Tensor:
     padding = 0 if padding == "valid" else padding
-    if groups != 1 or isinstance(padding, str) or input.dim() != 4 or not _worthwhile(input):
+    reduced = torch.is_autocast_enabled(input.device.type)
+    fits = bias is None or (bias.shape == weight.shape[:1] and (reduced or bias.dtype == weight.dtype))
+    if groups != 1 or isinstance(padding, str) or input.dim() != 4 or not fits or not _worthwhile(input):
         return torch.conv2d(input, weight, bias, stride, padding, dilation, groups)
-    if torch.is_autocast_enabled(input.device.type):  # torch's own would do so by itself
+    if reduced:  # torch's own would do so by itself
         dtype = torch.get_autocast_dtype(input.device.type)
         input, weight = input.to(dtype), weight.to(dtype)
     return convolution(input, weight, bias, _pair(stride), _pair(padding), _pair(dilation))
@@ -58,7 +63,9 @@ def _conv2d(
 
 def _max_pool2d(func: Callable[..., Any], input: Tensor, *args: Any, **kwargs: Any) -> Any:
     window = _tiles(*args, **kwargs)
-    return func(input, *args, **kwargs) if window is None else max_pool(input, *window)
+    if window is None or input.dim() not in (3, 4) or input.shape[-2] < window[0] or input.shape[-1] < window[1]:
+        return func(input, *args, **kwargs)
+    return max_pool(input, *window)
 
 
 def _tiles(
@@ -78,12 +85,17 @@ def _tiles(
 
 def _worthwhile(input: Tensor) -> bool:
     """Is there a kernel of ours to gain from? On a CPU there is none, and rules in Python cost more than torch's."""
-    return input.is_cuda or _traced()
+    return (input.is_cuda or _traced()) and not _forward_mode()
 
 
 def _traced() -> bool:
     """Is what happens written down rather than computed?"""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def _forward_mode() -> bool:
+    """Is somebody differentiating in forward mode, for which torch's own layers have rules and ours have none?"""
+    return forward_ad._current_level >= 0
 
 
 def _pair(value: int | Ints) -> list[int]:
@@ -103,7 +115,7 @@ def _batch_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """Batch normalisation in plain operators: torch's own loses its running statistics when it is traced under vmap."""
-    if not training:
+    if not training or input.numel() <= input.shape[1]:  # of one value a channel torch complains
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     given = input.dtype
     input = input.float() if given in (torch.bfloat16, torch.float16) else input

@@ -97,7 +97,7 @@ def _joined(x: Tensor) -> Tensor:
 
 def _parted(y: Tensor, models: int) -> Tensor:
     """The reverse."""
-    return y.reshape(len(y), models, -1, *y.shape[2:]).transpose(0, 1).contiguous()
+    return y.reshape(len(y), models, y.shape[1] // models, *y.shape[2:]).transpose(0, 1).contiguous()
 
 
 def _pairs(*given: Ints) -> list[tuple[int, int]]:
@@ -131,7 +131,7 @@ def _best(kind: str, one: Tensor, other: Tensor, shape: Shape, plain: Callable[[
 def _launches(kind: str, one: Tensor, other: Tensor, shape: Shape) -> tuple[str, dict[str, functools.partial[Tensor]]]:
     """What distinguishes this case from others, and the launch of each kernel that could do it."""
     small = max(one[0].numel(), other[0].numel(), shape.batch * shape.outputs * shape.out[0] * shape.out[1]) < 2**31
-    if kernels is None or one.device.type != "cuda" or one.dtype not in kernels.DTYPES or not small:
+    if kernels is None or one.device.type != "cuda" or one.dtype not in kernels.DTYPES or not (small and shape.batch):
         return "", {}
     first, second = (value if value[0].is_contiguous() else value.contiguous() for value in (one, other))
     tf32 = torch.backends.cuda.matmul.allow_tf32

@@ -73,6 +73,19 @@ def test_plain_autograd_works_too() -> None:
     same(mine, torch.autograd.grad(F.conv2d(x, w, b, padding=1).square().sum(), (x, w, b)))
 
 
+def test_a_batch_may_be_empty() -> None:
+    with Layers():
+        assert F.conv2d(torch.randn(0, 3, 8, 8), torch.randn(4, 3, 3, 3), torch.randn(4)).shape == (0, 4, 6, 6)
+
+
+@pytest.mark.parametrize("bias", [torch.zeros(1), torch.zeros(4).double()])
+def test_what_torch_refuses_is_refused(bias: Tensor) -> None:
+    with Layers(), pytest.raises(RuntimeError):
+        F.conv2d(torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3), bias)
+    with Layers(), pytest.raises(ValueError, match="more than 1 value per channel"):
+        F.batch_norm(torch.randn(1, 3), None, None, training=True)
+
+
 def test_arguments_may_be_named() -> None:
     x, w = torch.randn(2, 3, 6, 6), torch.randn(4, 3, 3, 3)
     with Layers():

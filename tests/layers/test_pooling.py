@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.func import grad, vmap
+from torch.func import grad, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fedcog.layers import Layers
@@ -78,3 +78,25 @@ def test_eagerly_it_is_torchs_own_and_indices_may_be_asked_for() -> None:
         values, places = F.max_pool2d(x, 2, return_indices=True)
         assert torch.equal(torch.max_pool2d(x, 2), values)
     assert torch.equal(x.flatten(2).gather(2, places.flatten(2)).reshape(values.shape), values)
+
+
+def test_forward_mode_is_left_to_torch() -> None:
+    network = nn.Sequential(nn.Conv2d(2, 3, 3), nn.MaxPool2d(2)).requires_grad_(False)
+    x, way = torch.randn(2, 2, 6, 6), torch.randn(2, 2, 6, 6)
+
+    def slope(x: Tensor, way: Tensor) -> Tensor:
+        with Layers():
+            found: Tensor = jvp(network, (x,), (way,))[1]
+        return found
+
+    wanted = jvp(network, (x,), (way,))[1]
+    assert float((make_fx(slope)(x, way)(x, way) - wanted).abs().max()) < 1e-6
+
+
+def test_an_image_smaller_than_the_window_is_refused_when_traced() -> None:
+    def pool(x: Tensor) -> Tensor:
+        with Layers():
+            return F.max_pool2d(x, 2)
+
+    with pytest.raises(RuntimeError, match="too small"):
+        make_fx(pool)(torch.zeros(1, 1, 1, 4))

@@ -9,7 +9,7 @@ its length.
 """
 
 import argparse
-from collections.abc import Callable
+import functools
 
 import common
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from fedcog.experiments.prepare import find_device, surroundings
 from fedcog.kernels.convolution import KINDS
 from fedcog.kernels.shapes import Shape, choices
+from fedcog.layers.operators import grouped
 from fedcog.layers.tuning import seconds
 
 ONE, NONE = (1, 1), (0, 0)
@@ -43,34 +44,6 @@ def arguments(shape: Shape, device: torch.device, dtype: torch.dtype = torch.flo
     return {"output": (x, w), "input": (g, w), "weight": (g, x)}
 
 
-def grouped(kind: str, shape: Shape, one: Tensor, other: Tensor) -> Callable[[], Tensor]:
-    """torch's own way: one convolution of as many groups as there are models."""
-    G, s = shape.models, shape
-    how = (s.stride, s.padding, s.dilation)
-
-    def joined(value: Tensor) -> Tensor:
-        return value.transpose(0, 1).flatten(1, 2)
-
-    def parted(value: Tensor) -> Tensor:
-        return value.reshape(len(value), G, -1, *value.shape[2:]).transpose(0, 1)
-
-    def gradient(which: int, g: Tensor, x: Tensor, w: Tensor) -> Tensor:
-        wanted = [which == 0, which == 1, False]
-        both = torch.ops.aten.convolution_backward(g, x, w, None, *how, False, [0, 0], G, wanted)
-        found: Tensor = both[which]
-        return found
-
-    if kind == "output":
-        return lambda: parted(
-            torch.ops.aten.convolution(joined(one), other.flatten(0, 1), None, *how, False, [0, 0], G)
-        )
-    if kind == "input":
-        x = one.new_empty((s.batch, G * s.channels, s.height, s.width))
-        return lambda: parted(gradient(0, joined(one), x, other.flatten(0, 1)))
-    w = one.new_empty((G * s.outputs, s.channels, s.rows, s.columns))
-    return lambda: gradient(1, joined(one), joined(other), w).reshape(G, s.outputs, -1)
-
-
 def apart(found: Tensor, exact: Tensor) -> float:
     """How far a result lies from the reference."""
     return float((found.double() - exact).norm() / exact.norm())
@@ -79,10 +52,10 @@ def apart(found: Tensor, exact: Tensor) -> float:
 def row(name: str, kind: str, shape: Shape, device: torch.device) -> tuple[list[str], dict[str, float]]:
     """A line of the table."""
     one, other = arguments(shape, device)[kind]
-    exact = grouped(kind, shape, *arguments(shape, device, torch.float64)[kind])()
-    ways = {"cuDNN": grouped(kind, shape, one, other)}
+    exact = grouped(kind, *arguments(shape, device, torch.float64)[kind], shape)
+    ways = {"cuDNN": functools.partial(grouped, kind, one, other, shape)}
     for blocks in choices(kind, shape):
-        ways[str(tuple(blocks))] = lambda blocks=blocks: KINDS[kind](one, other, shape, blocks, False)  # type: ignore[misc]
+        ways[str(tuple(blocks))] = functools.partial(KINDS[kind], one, other, shape, blocks, False)
     times = {way: 1e6 * seconds(compute) for way, compute in ways.items()}
     errors = {way: apart(compute(), exact) for way, compute in ways.items()}
     best = min(times, key=lambda way: times[way])

@@ -6,9 +6,11 @@ import datetime
 import gc
 import importlib.metadata
 import json
+import os
 import platform
 import shlex
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Generator, Sequence
@@ -141,8 +143,18 @@ def about(device: torch.device, data: str | None) -> dict[str, str]:
         "TF32": f"off in rounds of fedcog; as torch ships it is allowed in {_tf32()}",
         "data": "CIFAR-10" if data else "random images of CIFAR-10's form",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": _commit(),
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *map(_short, sys.argv[1:])]),
     }
+
+
+def _commit() -> str:
+    """Of this project, as git tells it, or as COMMIT does where there is no git."""
+    here = Path(__file__).parent
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        asked = ["git", "-C", str(here), "describe", "--always", "--dirty", "--exclude", "*"]
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    return os.environ.get("COMMIT", "unknown")
 
 
 def _short(argument: str) -> str:

@@ -62,6 +62,7 @@ TARGETS = {
     "ratio": Target("FedAvg round against benchmarks/plain.py", "x", None, 15, 40, more=True),
     "start": Target("process start to the end of the first FedAvg round, no compiled kernels cached", "s", None, 20),
     "start again": Target("the same once more, caches kept", "s"),
+    "start bare": Target("the same with nothing cached and no Python byte code either", "s"),
     "seeds": Target("three seeds of FedAvg as one larger cohort, against one after another", "x", more=True),
     "evaluation": Target("FedAvg round, and all 11 models on 10,000 test images", "s"),
 }
@@ -124,21 +125,27 @@ def against_plain(bench: Bench, mapping: str) -> Found:
 
 
 def start(bench: Bench, mapping: str) -> Found:
-    """A process of its own, twice: first with no cache of compiled kernels, then with what the first left.
+    """A process of its own, three times: with no cache of compiled kernels, with what that left, and with nothing.
 
-    Python's own byte code is there both times, as an installer leaves it.
+    Python's own byte code is there the first two times, as an installer leaves it, and not the third.
     """
     command = [sys.executable, __file__, "--first-round", "--mapping", mapping, "--device", str(bench.device)]
     command += ["--data", bench.options.data] if bench.options.data else []
     command += ["--tiny"] if bench.options.tiny else []
     modules = "torch._inductor.compile_fx, torch._inductor.codegen.triton, triton.compiler, fedcog"
     with tempfile.TemporaryDirectory() as folder:
-        caches = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor", "CUDA_CACHE_PATH": "cuda"}
-        caches |= {"FEDCOG_CACHE": "fedcog", "PYTHONPYCACHEPREFIX": "bytecode"}
-        fresh = os.environ | {name: str(Path(folder) / part) for name, part in caches.items()}
-        fresh.pop("PYTHONDONTWRITEBYTECODE", None)
-        subprocess.run([sys.executable, "-c", f"import {modules}"], env=fresh, check=True)
-        return {name: _first_round(command, fresh) for name in ("start", "start again")}
+        usual, bare = _environment(Path(folder, "usual")), _environment(Path(folder, "bare"))
+        usual.pop("PYTHONDONTWRITEBYTECODE", None)
+        subprocess.run([sys.executable, "-c", f"import {modules}"], env=usual, check=True)
+        found = {name: _first_round(command, usual) for name in ("start", "start again")}
+        return found | {"start bare": _first_round(command, bare | {"PYTHONDONTWRITEBYTECODE": "1"})}
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """This process's, but with every cache below `folder`, where there is nothing yet."""
+    caches = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor", "CUDA_CACHE_PATH": "cuda"}
+    caches |= {"FEDCOG_CACHE": "fedcog", "PYTHONPYCACHEPREFIX": "bytecode"}
+    return os.environ | {name: str(folder / part) for name, part in caches.items()}
 
 
 def _first_round(command: list[str], environment: dict[str, str]) -> float:

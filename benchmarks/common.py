@@ -149,12 +149,13 @@ def about(device: torch.device, data: str | None) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Of this project, as git tells it, or as COMMIT does where there is no git."""
-    here = Path(__file__).parent
+    """Of this project, as the environment's COMMIT tells it (for a copy without its history), or else git."""
+    if told := os.environ.get("COMMIT"):
+        return told
+    asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*"]
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        asked = ["git", "-C", str(here), "describe", "--always", "--dirty", "--exclude", "*"]
         return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
-    return os.environ.get("COMMIT", "unknown")
+    return "unknown"
 
 
 def _short(argument: str) -> str:

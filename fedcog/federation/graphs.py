@@ -41,9 +41,9 @@ def get_ready() -> None:
 
 def _load() -> None:
     from torch._inductor.async_compile import AsyncCompile
-    from torch._inductor.compile_fx import compile_fx_inner  # noqa: F401
 
-    AsyncCompile.warm_pool()
+    AsyncCompile.warm_pool()  # first: the workers have as much to load themselves
+    from torch._inductor.compile_fx import compile_fx_inner  # noqa: F401
 
 
 def in_turn(step: Step, key: Hashable, state: State, fixed: State, times: int) -> State:

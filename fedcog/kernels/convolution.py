@@ -81,15 +81,15 @@ def _directly(
 
 
 def convolve_weight(g: Tensor, x: Tensor, shape: Shape, blocks: Blocks, tf32: bool) -> Tensor:
-    """The gradient by w [models, outputs, terms], where x may be one for all; it is summed over positions in parts."""
+    """The gradient by w, where x may be one for all models; it is summed over positions in parts."""
     (P, Q), s = shape.out, shape
-    tiles = triton.cdiv(s.terms, blocks.rows) * triton.cdiv(s.outputs, blocks.columns)
+    tiles = triton.cdiv(s.channels * s.rows * s.columns, blocks.rows) * triton.cdiv(s.outputs, blocks.columns)
     parts = min(max(1, PROGRAMS // (s.models * tiles)), triton.cdiv(s.batch * P * Q, 4 * blocks.terms))
     share = triton.cdiv(triton.cdiv(s.batch * P * Q, parts), blocks.terms) * blocks.terms
     parts = triton.cdiv(s.batch * P * Q, share)
-    w = torch.empty((s.models, parts, s.outputs, s.terms), dtype=torch.float32, device=g.device)
+    w = torch.empty((s.models, parts, s.outputs, s.channels, s.rows, s.columns), dtype=torch.float32, device=g.device)
     programs.convolve_weight[tiles * parts, s.models](
-        g, x, w, g.stride(0), x.stride(0), parts, s.batch, **_numbers(s), SHARE=share, BIAS=int(s.bias),
+        g, x, w, g.stride(0), x.stride(0), parts, s.batch, **_numbers(s), SHARE=share,
         BM=blocks.rows, BN=blocks.columns, BK=blocks.terms, PRECISION=_precision(g, tf32),
         num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip

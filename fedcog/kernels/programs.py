@@ -150,20 +150,16 @@ def convolve_weight(
     g, x, w, g_model, x_model, parts, batch,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, O: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
     P: tl.constexpr, Q: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
-    DH: tl.constexpr, DW: tl.constexpr, SHARE: tl.constexpr, BIAS: tl.constexpr,
+    DH: tl.constexpr, DW: tl.constexpr, SHARE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The weight's gradient, each program summing a part of the positions; parts are added up afterwards, in order.
-
-    With a bias, each output has one more weight, whose input is one everywhere.
-    """
+    """The weight's gradient, each program summing a part of the positions; parts are added up afterwards, in order."""
     model, part, block = tl.program_id(1).to(tl.int64), tl.program_id(0) % parts, tl.program_id(0) // parts
     K: tl.constexpr = C * R * S
-    ALL: tl.constexpr = K + BIAS
-    blocks: tl.constexpr = (ALL + BM - 1) // BM
+    blocks: tl.constexpr = (K + BM - 1) // BM
     g += model * g_model
     x += model * x_model
-    w += (model * parts + part) * (O * ALL)
+    w += (model * parts + part) * (O * K)
     k = (block % blocks) * BM + tl.arange(0, BM)
     c, r, s = k // (R * S), (k // S) % R, k % S
     shift = c * (H * W) + r * (DH * W) + s * DW
@@ -181,15 +177,13 @@ def convolve_weight(
             there &= (down >= 0) & (down < H) & (across >= 0) & (across < W)
         base = example * (C * H * W) + top * W + left
         seen = tl.load(x + base[None, :] + shift[:, None], mask=there, other=0.0)
-        if BIAS:
-            seen = tl.where((k == K)[:, None] & inside[None, :], 1.0, seen).to(seen.dtype)
         slope = tl.load(
             g + (example * (O * P * Q) + row * Q + column)[:, None] + output[None, :] * (P * Q),
             mask=inside[:, None] & (output < O)[None, :],
             other=0.0,
         )
         total = tl.dot(seen, slope, total, input_precision=PRECISION)
-    tl.store(w + output[None, :] * ALL + k[:, None], total, mask=(output < O)[None, :] & (k < ALL)[:, None])
+    tl.store(w + output[None, :] * K + k[:, None], total, mask=(output < O)[None, :] & (k < K)[:, None])
 
 
 @triton.jit

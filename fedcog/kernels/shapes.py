@@ -4,10 +4,7 @@ from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-    """G models: x [G, batch, channels, height, width] with w [G, outputs, channels, rows, columns].
-
-    With `bias`, a weight's gradient is wanted together with that of a number added to each output.
-    """
+    """G models: x [G, batch, channels, height, width] with w [G, outputs, channels, rows, columns]."""
 
     models: int
     batch: int
@@ -20,12 +17,6 @@ class Shape(NamedTuple):
     stride: tuple[int, int]
     padding: tuple[int, int]
     dilation: tuple[int, int]
-    bias: bool = False
-
-    @property
-    def terms(self) -> int:
-        """How many numbers an output is made of, the added one included."""
-        return self.channels * self.rows * self.columns + self.bias
 
     @property
     def out(self) -> tuple[int, int]:
@@ -73,7 +64,7 @@ def choices(kind: str, shape: Shape) -> list[Blocks]:
         columns = _power(shape.outputs, 8, 64)
         if columns >= 32:
             return [Blocks(64, columns, 64, 4, 3)]
-        return [Blocks(128 if 64 < shape.terms <= 128 else 32, columns, 64, 2, 3)]
+        return [Blocks(128 if 64 < shape.channels * taps <= 128 else 32, columns, 64, 2, 3)]
     made = shape.outputs if kind == "output" else shape.channels
     terms = taps * (shape.channels if kind == "output" else shape.outputs)
     if made <= 8 and terms <= 1024 and taps <= 49 and (kind == "output" or shape.turnable):

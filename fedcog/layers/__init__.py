@@ -32,10 +32,8 @@ class Layers(TorchFunctionMode):
         """Any call of torch."""
         if func is torch.conv2d:
             return _conv2d(*args, **(kwargs or {}))
-        if (
-            func in (F.max_pool2d, torch.max_pool2d) and _traced() and not _forward_mode()
-        ):  # eagerly, torch's one kernel is the faster
-            return _max_pool2d(func, *args, **(kwargs or {}))
+        if func in (F.max_pool2d, torch.max_pool2d) and _traced() and not _forward_mode():
+            return _max_pool2d(func, *args, **(kwargs or {}))  # eagerly, torch's one kernel is the faster
         if func is F.batch_norm:
             return _batch_norm(self.renewed, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -58,7 +56,8 @@ def _conv2d(
     if reduced:  # torch's own would do so by itself
         dtype = torch.get_autocast_dtype(input.device.type)
         input, weight = input.to(dtype), weight.to(dtype)
-    return convolution(input, weight, bias, _pair(stride), _pair(padding), _pair(dilation))
+    y = convolution(input, weight, _pair(stride), _pair(padding), _pair(dilation))
+    return y if bias is None else y + bias[:, None, None]
 
 
 def _max_pool2d(func: Callable[..., Any], input: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -11,13 +11,9 @@ from fedcog.layers.operators import convolve, convolve_input, convolve_weight
 Ints = Sequence[int]
 
 
-def convolution(x: Tensor, w: Tensor, b: Tensor | None, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
-    """The convolution of x [batch, channels, height, width] with w [outputs, channels, rows, columns], plus b."""
-    found: Tensor
-    if b is None or b.dtype != w.dtype:
-        found = Output.apply(x, w, stride, padding, dilation)  # type: ignore[no-untyped-call]
-        return found if b is None else found + b[:, None, None]
-    found = Biased.apply(x, w, b, stride, padding, dilation)  # type: ignore[no-untyped-call]
+def convolution(x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
+    """The convolution of x [batch, channels, height, width] with w [outputs, channels, rows, columns]."""
+    found: Tensor = Output.apply(x, w, stride, padding, dilation)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -75,51 +71,8 @@ class Output(_Rule):
         """By input and weight."""
         (x, w), rest, (left, right, *_) = ctx.saved_tensors, ctx.numbers, ctx.needs_input_grad
         by_x = Input.apply(g, w, x.shape[-2:], *rest) if left else None  # type: ignore[no-untyped-call]
-        by_w = _by_weight(g, x, w, rest)[0] if right else None
+        by_w = Weight.apply(g, x, w.shape[-2:], *rest) if right else None  # type: ignore[no-untyped-call]
         return by_x, by_w, None, None, None
-
-
-class Biased(torch.autograd.Function):
-    """`convolve` of one model, and a number added to each of its outputs."""
-
-    @staticmethod
-    def forward(x: Tensor, w: Tensor, b: Tensor, *rest: Any) -> Tensor:
-        """The operator's result, plus b."""
-        return Output.alone(x, w, *rest) + b[:, None, None]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """b is not needed again."""
-        x, w, _, *ctx.numbers = inputs
-        ctx.save_for_backward(x, w)
-
-    @staticmethod
-    def vmap(
-        info: Any, dims: tuple[int | None, ...], x: Tensor, w: Tensor, b: Tensor, *rest: Any
-    ) -> tuple[Tensor, int]:
-        """Over models."""
-        if dims[0] is None and dims[1] is None:
-            y = Output.apply(x, w, *rest)[None]  # type: ignore[no-untyped-call]
-        else:
-            y, _ = Output.over(info, dims[:2], x, w, *rest)
-        b = b[None] if dims[2] is None else b.movedim(dims[2], 0)
-        return y + b[:, None, :, None, None], 0
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        """By input, weight and bias."""
-        (x, w), rest, (left, middle, right, *_) = ctx.saved_tensors, ctx.numbers, ctx.needs_input_grad
-        by_x = Input.apply(g, w, x.shape[-2:], *rest) if left else None  # type: ignore[no-untyped-call]
-        by_w, by_b = _by_weight(g, x, w, rest, bias=True) if middle or right else (None, None)
-        return by_x, by_w, by_b, None, None, None
-
-
-def _by_weight(
-    g: Tensor, x: Tensor, w: Tensor, rest: Sequence[Ints], bias: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """One model's gradients by weight and bias; `rest` is stride, padding and dilation."""
-    both = Weight.apply(g, x, w.shape[-2:], *rest, bias)  # type: ignore[no-untyped-call]
-    return (both[:, :-1].reshape(w.shape), both[:, -1]) if bias else (both.reshape(w.shape), None)
 
 
 class Input(_Rule):
@@ -142,7 +95,7 @@ class Input(_Rule):
         """By the output's gradient and the weight."""
         (g, w), (_, *rest), (left, right, *_) = ctx.saved_tensors, ctx.numbers, ctx.needs_input_grad
         by_g = Output.apply(slope, w, *rest) if left else None  # type: ignore[no-untyped-call]
-        by_w = _by_weight(g, slope, w, rest)[0] if right else None
+        by_w = Weight.apply(g, slope, w.shape[-2:], *rest) if right else None  # type: ignore[no-untyped-call]
         return by_g, by_w, None, None, None, None
 
 
@@ -165,10 +118,7 @@ class Weight(_Rule):
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Any, ...]:
         """By the output's gradient and the input."""
-        (g, x), (size, *rest, bias), (left, right, *_) = ctx.saved_tensors, ctx.numbers, ctx.needs_input_grad
-        by_w = (slope[:, :-1] if bias else slope).reshape(g.shape[1], x.shape[1], *size)
-        by_x = Input.apply(g, by_w, x.shape[-2:], *rest) if right else None  # type: ignore[no-untyped-call]
-        by_g = None
-        if left:
-            by_g = convolution(x, by_w, slope[:, -1] if bias else None, *rest)
-        return by_g, by_x, None, None, None, None, None
+        (g, x), (_, *rest), (left, right, *_) = ctx.saved_tensors, ctx.numbers, ctx.needs_input_grad
+        by_g = Output.apply(x, slope, *rest) if left else None  # type: ignore[no-untyped-call]
+        by_x = Input.apply(g, slope, x.shape[-2:], *rest) if right else None  # type: ignore[no-untyped-call]
+        return by_g, by_x, None, None, None, None

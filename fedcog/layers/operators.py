@@ -1,10 +1,9 @@
 """Convolutions of many models and their gradients as operators.
 
 Three operators belong together, for each is a gradient of the others: the output of input and weight, the input's
-gradient of the output's and the weight, the weight's gradient of the output's and the input (and with it the gradient
-of a bias, for which it need not be read again). Their arguments have a leading model axis; what all models share has a
-stride of 0 there. On a GPU they run whichever is fastest for the shape: Triton kernels that take the models side by
-side, or torch's grouped convolution, which is one kernel a model.
+gradient of the output's and the weight, the weight's gradient of the output's and the input. Their arguments have a
+leading model axis; what all models share has a stride of 0 there. On a GPU they run whichever is fastest for the shape:
+Triton kernels that take the models side by side, or torch's grouped convolution, which is one kernel a model.
 """
 
 import functools
@@ -40,14 +39,9 @@ def convolve_input(g: Tensor, w: Tensor, size: Ints, stride: Ints, padding: Ints
 
 
 @custom_op("fedcog::convolve_weight", mutates_args=())
-def convolve_weight(
-    g: Tensor, x: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints, bias: bool
-) -> Tensor:
-    """Every model's gradient by a weight of `size` rows and columns, from its gradient `g` by the output.
-
-    It is [models, outputs, channels * rows * columns]; with `bias` the gradient by an added number comes last.
-    """
-    return _best("weight", g, x, _of_weight(g, x, size, stride, padding, dilation, bias))
+def convolve_weight(g: Tensor, x: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
+    """Every model's gradient by a weight of `size` rows and columns, from its gradient `g` by the output."""
+    return _best("weight", g, x, _of_weight(g, x, size, stride, padding, dilation))
 
 
 def grouped(kind: str, one: Tensor, other: Tensor, shape: Shape) -> Tensor:
@@ -61,8 +55,8 @@ def grouped(kind: str, one: Tensor, other: Tensor, shape: Shape) -> Tensor:
         x = g.new_empty((s.batch, groups * s.channels, s.height, s.width))
         return _parted(backward(g, x, other.flatten(0, 1), None, *how, [True, False, False])[0], groups)
     w = g.new_empty((groups * s.outputs, s.channels, s.rows, s.columns))
-    by_w = backward(g, _joined(other), w, None, *how, [False, True, False])[1].reshape(groups, s.outputs, -1)
-    return torch.cat([by_w, one.sum((1, 3, 4))[..., None]], -1) if s.bias else by_w.contiguous()
+    by_w: Tensor = backward(g, _joined(other), w, None, *how, [False, True, False])[1]
+    return by_w.reshape(groups, s.outputs, *w.shape[1:]).contiguous()
 
 
 def _joined(x: Tensor) -> Tensor:
@@ -88,8 +82,8 @@ def _of_input(g: Tensor, w: Tensor, size: Ints, *rest: Ints) -> Shape:
     return Shape(*g.shape[:2], channels, *size, outputs, rows, columns, *pairs)  # type: ignore[call-arg]
 
 
-def _of_weight(g: Tensor, x: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints, bias: bool) -> Shape:
-    return Shape(*x.shape, g.shape[2], *size, *_pairs(stride, padding, dilation), bias)  # type: ignore[call-arg]
+def _of_weight(g: Tensor, x: Tensor, size: Ints, *rest: Ints) -> Shape:
+    return Shape(*x.shape, g.shape[2], *size, *_pairs(*rest))  # type: ignore[call-arg]
 
 
 def _best(kind: str, one: Tensor, other: Tensor, shape: Shape) -> Tensor:
@@ -143,7 +137,6 @@ def _(g: Tensor, w: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: I
 
 
 @convolve_weight.register_fake
-def _(g: Tensor, x: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints, bias: bool) -> Tensor:
-    shape = _of_weight(g, x, size, stride, padding, dilation, bias)
-    _foresee("weight", g, x, shape)
-    return g.new_empty((len(g), g.shape[2], shape.terms))
+def _(g: Tensor, x: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
+    _foresee("weight", g, x, _of_weight(g, x, size, stride, padding, dilation))
+    return g.new_empty((len(g), g.shape[2], x.shape[2], *size))

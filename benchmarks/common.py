@@ -143,12 +143,12 @@ def about(device: torch.device, data: str | None) -> dict[str, str]:
         "TF32": f"off in rounds of fedcog; as torch ships it is allowed in {_tf32()}",
         "data": "CIFAR-10" if data else "random images of CIFAR-10's form",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": _commit(),
+        "commit": commit(),
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *map(_short, sys.argv[1:])]),
     }
 
 
-def _commit() -> str:
+def commit() -> str:
     """Of this project, as the environment's COMMIT tells it (for a copy without its history), or else git."""
     if told := os.environ.get("COMMIT"):
         return told

@@ -32,6 +32,7 @@ class Model:
             raise ModelError(f"{module!r} is not an nn.Module: give an instance, such as MyNet().")
         moving, self.head = _refuse_what_cannot_work(module, input_shape, classes, min(batch, 4))
         self.input_shape, self.classes = tuple(input_shape), classes
+        self._channels_last = _takes_channels_last(module, input_shape, min(batch, 4))
         module = copy.deepcopy(module)
         for part in module.modules():
             if "num_batches_tracked" in part._buffers:  # a counter no result depends on; vmap cannot write to it
@@ -91,6 +92,8 @@ class Model:
     def _call(self, module: nn.Module, weights: Params, x: Tensor) -> tuple[Tensor, Tensor | None, dict[int, Tensor]]:
         seen, layers = list[Tensor](), Layers()
         known = {name: weights[name] for name in (*self.params, *self.buffers)}
+        if self._channels_last and not self._side_by_side and x.device.type == "cpu" and x.dtype == torch.float32:
+            x = x.contiguous(memory_format=torch.channels_last)
         with contextlib.ExitStack() as around:
             if self._side_by_side:
                 around.enter_context(layers)
@@ -175,6 +178,23 @@ def _refuse_what_cannot_work(
     if odd := [name for name in counters if not name.endswith("num_batches_tracked")]:
         raise ModelError(f"buffer '{odd[0]}' counts in training, and a count can be neither averaged nor resumed.")
     return moved - set(counters), head
+
+
+def _takes_channels_last(module: nn.Module, input_shape: tuple[int, ...], batch: int) -> bool:
+    """Does the network convolve images, and not mind if their channels lie side by side, as a CPU likes them best?
+
+    A network that takes a `view` where only a `reshape` would do minds.
+    """
+    if len(input_shape) != 3 or not any(isinstance(part, nn.Conv2d) for part in module.modules()):
+        return False
+    inputs = torch.randn(batch, *input_shape, generator=torch.Generator().manual_seed(0))
+    inputs = inputs.to(next(module.parameters())).contiguous(memory_format=torch.channels_last)
+    try:
+        copy.deepcopy(module).train()(inputs).sum().backward()
+        copy.deepcopy(module).eval()(inputs).sum().backward()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _find_head(module: nn.Module, inputs: Tensor, classes: int) -> str | None:

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedcog.models import Model, ModelError, build
 from tests.user_models import USER_MODELS
@@ -136,6 +136,38 @@ def test_a_batch_of_one_is_tried_where_one_will_be_used() -> None:
     Model(module, (3,), 4, batch=2)
     with pytest.raises(ModelError, match="more than 1 value per channel"):
         Model(module, (3,), 4, batch=1)
+
+
+class Images(nn.Module):
+    """A convolution that remembers how its images lay in memory, and hands on what it makes as `flat` has it."""
+
+    def __init__(self, flat: str) -> None:
+        super().__init__()
+        self.convolution, self.head = nn.Conv2d(3, 5, 3), nn.Linear(5 * 6 * 6, 4)
+        self.flat = flat
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The logits."""
+        seen.append(x.is_contiguous(memory_format=torch.channels_last))
+        made = self.convolution(x).relu()
+        return self.head(made.view(len(x), -1) if self.flat == "view" else made.flatten(1))
+
+
+seen: list[bool] = []
+
+
+@pytest.mark.parametrize("flat", ["view", "flatten"])
+def test_images_lie_as_a_cpu_likes_them_unless_the_network_minds(flat: str) -> None:
+    module = Images(flat)
+    model, x = Model(module, (3, 8, 8), 4), torch.randn(6, 3, 8, 8)
+    expected, slopes = module(x), torch.autograd.grad(module(x).pow(2).sum(), [*module.parameters()])
+    weights = {name: value.requires_grad_() for name, value in model.params.items()}
+    seen.clear()
+    logits = model.forward(weights, {}, x)[0]
+    assert seen == [flat == "flatten"]
+    torch.testing.assert_close(logits, expected)
+    found = torch.autograd.grad(logits.pow(2).sum(), [weights[name] for name, _ in module.named_parameters()])
+    torch.testing.assert_close(found, slopes)
 
 
 def test_dropout_that_drops_nothing_is_fine() -> None:

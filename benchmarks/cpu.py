@@ -6,25 +6,27 @@ Flower and pfl are wanted beside fedcog: pip install "flwr[simulation]==1.41.0" 
 they are not). All train the same network from the same start on the same clients' data, with the same number of steps
 on batches of the same size, SGD with momentum 0.9 and weight decay 1e-5, no augmentation and no evaluation. After one
 round the loss of every global model over the whole training set is compared. Each contender runs in a process of its
-own, in turn, some times over; neither its start nor its first rounds are counted. The others get their data as
-normalised floats beforehand; fedcog, as always, normalises every batch. Processes written by hand run twice, with their
-images' channels in either place, and the faster ones count. fedcog runs by its defaults: rounds as short as
-those of digits train all clients together, longer ones side by side in worker processes.
+own, some times over; neither its start nor its first rounds are counted. They take turns round by round, so that all
+meet the same moods of the machine; Flower, whose idle processes would disturb the others, is measured after them. The
+others get their data as normalised floats beforehand; fedcog, as always, normalises every batch. Processes written by
+hand run twice, with their images' channels in either place, and the faster ones count. fedcog runs by its defaults:
+rounds as short as those of digits train all clients together, longer ones side by side in worker processes.
 """
 
 import argparse
+import contextlib
 import copy
 import datetime
 import functools
 import importlib.metadata
 import importlib.util
-import itertools
-import json
 import multiprocessing
 import os
 import platform
 import shlex
+import socket
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -250,20 +252,32 @@ CONTENDERS = {
     "fedcog": None,
     "by hand, a process a core": None,
     "by hand, channels last": None,
-    "Flower": "flwr",
     "pfl, one process": "pfl",
     "pfl, a process a core": "pfl",
+    "Flower": "flwr",
 }
+TURNS = [name for name in CONTENDERS if name != "Flower"], ["Flower"]
+"""Who takes turns with whom."""
 
 
 def play(contender: str, case: str, out: Path) -> None:
-    """Let one contender run, and write down how long each round took and the model after the first."""
-    ends, first = [time.perf_counter()], dict[str, Tensor]()
+    """Let one contender run: it tells how long each round took, and waits for its turn; its first model is kept."""
+    line = socket.socket(socket.AF_UNIX)
+    rounds, done, begun = CASES[case].warm_up + CASES[case].timed, 0, time.perf_counter()
 
     def record(model: dict[str, Tensor]) -> bool:
-        ends.append(time.perf_counter())
-        first.update({} if first else {name: value.detach().clone() for name, value in model.items()})
-        return len(ends) > CASES[case].warm_up + CASES[case].timed
+        nonlocal done, begun
+        if os.environ.get("RANK", "0") != "0":  # the first of several processes speaks for all
+            return False
+        seconds, done = time.perf_counter() - begun, done + 1
+        if done == 1:
+            save_file({name: value.detach().contiguous() for name, value in model.items()}, out / "model.safetensors")
+            line.connect(str(out / "line"))
+        line.sendall(struct.pack("d", seconds))
+        if done < rounds and not line.recv(1):
+            raise SystemExit(f"{contender}: nobody is listening")
+        begun = time.perf_counter()
+        return done == rounds
 
     if contender.startswith("pfl"):
         torch.set_num_threads(1 if contender == "pfl, a process a core" else CORES)
@@ -272,38 +286,86 @@ def play(contender: str, case: str, out: Path) -> None:
         flower(case, record)
     else:
         last = contender == "by hand, channels last"
-        rounds = ours(CASES[case].experiment) if contender == "fedcog" else by_hand(case, last)
-        while not record(next(rounds)):
+        models = ours(CASES[case].experiment) if contender == "fedcog" else by_hand(case, last)
+        while not record(next(models)):
             pass
-    if os.environ.get("RANK", "0") == "0":
-        seconds = [end - begin for begin, end in itertools.pairwise(ends)]
-        (out / "seconds.json").write_text(json.dumps(seconds[CASES[case].warm_up :]))
-        save_file({name: value.contiguous() for name, value in first.items()}, out / "model.safetensors")
 
 
-def measure(contender: str, case: str) -> tuple[list[float], float, float]:
-    """A contender's seconds by round, from a process of its own; after one round its loss and how far it went."""
-    words = [sys.executable]
-    if contender == "pfl, a process a core":
-        words += ["-m", "torch.distributed.run", f"--nproc-per-node={CORES}", "--standalone"]
-    here = Path(__file__).resolve().parent
-    quiet = {"PYTHONPATH": os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])}
-    quiet |= {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
-    with tempfile.TemporaryDirectory() as folder:
-        words += [str(Path(__file__).resolve()), "--play", contender, "--cases", case, "--out", folder]
-        done = subprocess.run(words, env=os.environ | quiet, capture_output=True, text=True)
-        if done.returncode and contender == "pfl, a process a core":  # they may abort while they say goodbye
-            print(f"{case}, {contender}: aborted, and is run once more", flush=True)
-            done = subprocess.run(words, env=os.environ | quiet, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"{contender} failed on {case}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-        seconds = json.loads((Path(folder) / "seconds.json").read_text())
-        model, given = load_file(Path(folder) / "model.safetensors"), material(case)
-    with torch.no_grad():
-        parts = [F.cross_entropy(torch.func.functional_call(given.module, model, x), y) for x, y in given.clients]
-        start = dict(given.module.named_parameters())
-        moved = torch.cat([(model[name] - value).flatten() for name, value in start.items()]).norm()
-    return seconds, float(torch.stack(parts).mean()), float(moved)
+class Player:
+    """A contender at play in a process of its own."""
+
+    def __init__(self, contender: str, case: str, folder: Path) -> None:
+        self.contender, self.case, self.folder, self.seconds = contender, case, folder, list[float]()
+        words = [sys.executable]
+        if contender == "pfl, a process a core":
+            words += ["-m", "torch.distributed.run", f"--nproc-per-node={CORES}", "--standalone"]
+        here = Path(__file__).resolve().parent
+        quiet = {"PYTHONPATH": os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])}
+        quiet |= {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+        words += [str(Path(__file__).resolve()), "--play", contender, "--cases", case, "--out", str(folder)]
+        with socket.socket(socket.AF_UNIX) as door, (folder / "said").open("wb") as said:
+            door.bind(str(folder / "line"))
+            door.listen(1)
+            door.settimeout(1)
+            self.process = subprocess.Popen(words, env=os.environ | quiet, stdout=said, stderr=subprocess.STDOUT)
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    self.line = door.accept()[0]
+                    break
+                if self.process.poll() is not None:
+                    raise self.failure()
+        self.line.settimeout(600)
+        self.listen()
+
+    def listen(self) -> None:
+        """Until its round is over."""
+        told = self.line.recv(8)
+        if not told:
+            raise self.failure()
+        self.seconds += struct.unpack("d", told)
+
+    def turn(self) -> None:
+        """Let it play a round."""
+        self.line.sendall(b".")
+        self.listen()
+
+    def failure(self) -> RuntimeError:
+        """What it said before it ended."""
+        return RuntimeError(f"{self.contender} failed on {self.case}:\n{(self.folder / 'said').read_text()[-4000:]}")
+
+    def result(self) -> tuple[list[float], float, float]:
+        """Its seconds by round; after one round its loss, and how far it went."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=60)  # what becomes of it from here on does not matter: pfl's may abort
+        self.close()
+        model, given = load_file(self.folder / "model.safetensors"), material(self.case)
+        with torch.no_grad():
+            parts = [F.cross_entropy(torch.func.functional_call(given.module, model, x), y) for x, y in given.clients]
+            start = dict(given.module.named_parameters())
+            moved = torch.cat([(model[name] - value).flatten() for name, value in start.items()]).norm()
+        return self.seconds[CASES[self.case].warm_up :], float(torch.stack(parts).mean()), float(moved)
+
+    def close(self) -> None:
+        """End it."""
+        self.line.close()
+        self.process.kill()
+        self.process.wait()
+
+
+def measure(contenders: list[str], case: str) -> dict[str, tuple[list[float], float, float]]:
+    """What comes of contenders that take turns: seconds by round, and after one round the loss and the way gone."""
+    rounds = CASES[case].warm_up + CASES[case].timed
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as around:
+        players = []
+        for number, name in enumerate(contenders):
+            place = Path(folder) / str(number)
+            place.mkdir()
+            players.append(Player(name, case, place))
+            around.callback(players[-1].close)
+        for _ in range(rounds - 1):
+            for player in players:
+                player.turn()
+        return {player.contender: player.result() for player in players}
 
 
 def table(case: str, times: dict[str, list[float]], losses: dict[str, float], moved: dict[str, float]) -> list[str]:
@@ -363,10 +425,11 @@ def main() -> None:
         times: dict[str, list[float]] = {name: [] for name in CONTENDERS}
         losses, moved = dict[str, float](), dict[str, float]()
         for _ in range(options.repeats):
-            for name in (name for name in times if there[name]):
-                seconds, losses[name], moved[name] = measure(name, case)
-                times[name] += seconds
-                print(f"{case}, {name}: {1e3 * statistics.median(seconds):.0f} ms, loss {losses[name]:.4f}", flush=True)
+            for group in TURNS:
+                for name, (seconds, loss, way) in measure([name for name in group if there[name]], case).items():
+                    times[name] += seconds
+                    losses[name], moved[name] = loss, way
+                    print(f"{case}, {name}: {1e3 * statistics.median(seconds):.0f} ms, loss {loss:.4f}", flush=True)
         for what in (losses, moved):
             spread = max(what.values()) / min(what.values())
             assert spread < 1.5, (

@@ -224,6 +224,8 @@ def pfl(case: str, record: Callable[[dict[str, Tensor]], bool]) -> None:
     class Watch(TrainingProcessCallback):  # type: ignore[misc]
         def after_central_iteration(self, metrics: Any, model: Any, *, central_iteration: int) -> tuple[bool, Metrics]:
             record(dict(model.pytorch_model.inner.named_parameters()))
+            if torch.distributed.is_initialized():  # nobody begins the next round while the first process waits
+                torch.distributed.barrier()
             return False, Metrics()
 
     network = Network()

@@ -15,6 +15,8 @@ PADDING = 4
 
 def inputs(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """Examples in the precision of `mean`: images scaled to [0, 1]; normalised, if there is anything to do it by."""
+    if x.is_floating_point() and not mean.numel():
+        return x.to(mean.dtype)
     scaled = x.to(mean.dtype, copy=True)
     if not x.is_floating_point():
         scaled.div_(255)

@@ -9,6 +9,9 @@ from torch import Tensor
 from fedcog import pictures, streams
 from fedcog.data.datasets import Dataset
 
+READY = 2**30
+"""Bytes up to which a training set is kept as inputs, on a CPU."""
+
 
 class Plan(NamedTuple):
     """A round's batches: which examples, and how each is shifted and flipped. Leading axes: client, step, place."""
@@ -50,6 +53,11 @@ class FederatedData:
         channels = (-1, *[1] * (self.train_x.dim() - 2))
         self._mean = torch.tensor(dataset.mean, dtype=dtype, device=self.device).reshape(channels)
         self._std = torch.tensor(dataset.std, dtype=dtype, device=self.device).reshape(channels)
+        # What batches are made of. Where nothing moves them they might as well be inputs already.
+        self._stored, self._rule = self.train_x, {"mean": self._mean, "std": self._std}
+        if self.device.type == "cpu" and not augment and self.train_x.numel() * dtype.itemsize <= READY:
+            self._stored = self.inputs(self.train_x)
+            self._rule = {"mean": self._mean[:0], "std": self._std[:0]}
 
     @property
     def clients(self) -> int:
@@ -89,8 +97,8 @@ class FederatedData:
     @property
     def stock(self) -> dict[str, Tensor]:
         """What examples are normalised by and, unless they are streamed, all of them as they are stored."""
-        stored = {} if self.streamed else {"x": self.train_x, "y": self.train_y}
-        return stored | {"mean": self._mean, "std": self._std}
+        stored = {} if self.streamed else {"x": self._stored, "y": self.train_y}
+        return stored | self._rule
 
     def examples(
         self, index: Tensor, moves: Tensor | None = None, stock: dict[str, Tensor] | None = None
@@ -105,7 +113,7 @@ class FederatedData:
     def staged(self, index: Tensor) -> dict[str, Tensor]:
         """The stored examples at `index`, in its order, on the device."""
         own = index.flatten()
-        return {"x": self.train_x[own.to(self.train_x.device)].to(self.device), "y": self.train_y[own]}
+        return {"x": self._stored[own.to(self._stored.device)].to(self.device), "y": self.train_y[own]}
 
     def inputs(self, x: Tensor) -> Tensor:
         """Stored examples as the model sees them: images scaled to [0, 1], then normalised."""

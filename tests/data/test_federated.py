@@ -3,6 +3,7 @@ import torch
 from torch import Tensor
 
 from fedcog.data import Dataset, FederatedData, from_arrays
+from fedcog.data import federated as module
 
 SIZE = 40
 
@@ -86,3 +87,20 @@ def test_floating_data_is_used_as_it_is() -> None:
     x = torch.randn(20, 7)
     plain = FederatedData(from_arrays(x, torch.arange(20) % 3, x[:3], torch.arange(3)), [torch.arange(20)], seed=0)
     assert torch.equal(plain.examples(torch.tensor([[4, 2]]))["x"], x[[4, 2]][None])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_examples_kept_as_inputs_are_the_same_to_the_last_bit(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = torch.tensor([[3, 3], [39, 0]])
+    kept = federated(augment=False, dtype=dtype)
+    monkeypatch.setattr(module, "READY", 0)
+    made = federated(augment=False, dtype=dtype)
+    assert kept.stock["x"].dtype == dtype
+    assert made.stock["x"].dtype == torch.uint8
+    for stock in (None, "own"):
+        here, there = (data.examples(index, None, data.stock if stock else None) for data in (kept, made))
+        assert torch.equal(here["x"], there["x"])
+        assert torch.equal(here["y"], there["y"])
+    assert torch.equal(kept.inputs(kept.train_x[:2]), made.inputs(made.train_x[:2]))

@@ -161,7 +161,10 @@ def flower_client(message: Any, context: Any) -> Any:
     module.load_state_dict(message.content["arrays"].to_torch_state_dict())
     x, y = given.clients[int(context.node_config["partition-id"])]
     train(module, x, y, settings.local_steps, settings.batch_size)
-    content = {"arrays": ArrayRecord(module.state_dict()), "metrics": MetricRecord({"num-examples": len(y)})}
+    content: dict[str, Any] = {
+        "arrays": ArrayRecord(module.state_dict()),
+        "metrics": MetricRecord({"num-examples": len(y)}),
+    }
     return Message(content=RecordDict(content), reply_to=message)
 
 
@@ -174,23 +177,24 @@ def flower(case: str, record: Callable[[dict[str, Tensor]], bool]) -> None:
     from flwr.serverapp.strategy import FedAvg
     from flwr.simulation import run_simulation
 
-    class Watched(FedAvg):  # type: ignore[misc]
+    class Watched(FedAvg):
         def aggregate_train(self, server_round: int, replies: Any) -> Any:
             arrays, metrics = super().aggregate_train(server_round, replies)
+            assert arrays is not None
             record(arrays.to_torch_state_dict())
             return arrays, metrics
 
     server, client = ServerApp(), ClientApp()
     client.train()(cpu.flower_client)
 
-    @server.main()  # type: ignore[untyped-decorator]
+    @server.main()
     def main(grid: Any, context: Any) -> None:
         strategy = Watched(fraction_evaluate=0.0, min_available_nodes=CLIENTS)
         start = ArrayRecord(material(case).module.state_dict())
         rounds = CASES[case].warm_up + CASES[case].timed
         strategy.start(grid, start, num_rounds=rounds, train_config=ConfigRecord({"case": case}))
 
-    resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"num_cpus": CORES}}
+    resources: dict[str, Any] = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"num_cpus": CORES}}
     run_simulation(server, client, num_supernodes=CLIENTS, backend_config=resources)
 
 

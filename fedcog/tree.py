@@ -105,6 +105,14 @@ def flatten(state: State, prefix: str = "") -> Params:
     return flat
 
 
+def filled(form: State, flat: Params, prefix: str = "") -> State:
+    """The state of the same nesting as `form`, empty dicts included, with the tensors of a flat dict."""
+    return {
+        name: filled(value, flat, f"{prefix}{name}::") if isinstance(value, dict) else flat[f"{prefix}{name}"]
+        for name, value in form.items()
+    }
+
+
 def unflatten(flat: Params) -> State:
     """The state that `flatten` made `flat` of."""
     state: State = {}

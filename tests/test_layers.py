@@ -82,7 +82,7 @@ def test_the_data_room_knows_only_torch_numpy_streams_and_pictures() -> None:
         ("argparse", {"fedcog.cli", "fedcog.flags"}),
         ("safetensors", {"fedcog.experiments.record", "fedcog.federation.messages"}),
         ("triton", {name for name in map(name_of, MODULES) if name.startswith("fedcog.kernels.")}),
-        ("flwr", set()),
+        ("flwr", {"fedcog.federation.flower"}),
         ("pickle", set()),
     ],
 )

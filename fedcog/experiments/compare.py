@@ -12,9 +12,8 @@ from fedcog.data import Dataset
 from fedcog.experiments.config import Experiment, name_of
 from fedcog.experiments.prepare import find_device, surroundings
 from fedcog.experiments.record import RunDirectory
-from fedcog.experiments.run import Run, Watch, carry_out, read
+from fedcog.experiments.run import Run, Watch, carry_out, finish, read
 from fedcog.experiments.summary import labels
-from fedcog.experiments.turns import in_step
 from fedcog.federation.rounds import Diverged
 
 
@@ -52,7 +51,8 @@ def compare(
     own = {"data": data, "model": model, "resume": True, "watch": watch, "stopping": stopping, "command": command}
     for experiment, group in _groups(places(out, experiments, seeds)):
         with surroundings(experiment.threads, experiment.tf32):
-            done = in_step([carry_out(one, place, **own) for one, place in group])  # type: ignore[arg-type]
+            steps = [carry_out(one, place, **own) for one, place in group]  # type: ignore[arg-type]
+            done = finish(experiment, steps)
         for (one, place), ended in zip(group, done, strict=True):
             if isinstance(ended, Diverged):  # the others are worth having all the same; the run says what happened
                 ended = read(place)

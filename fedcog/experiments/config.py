@@ -87,6 +87,9 @@ class Experiment:
         "clients one after another, together, or as recorded CUDA graphs; auto: graph on a GPU, else what is faster",
         identity=False,
     )
+    backend: Literal["simulator", "flower"] = setting(
+        "simulator", "who plays the clients: this simulator, or nodes of Flower's simulation engine", identity=False
+    )
     precision: Literal["float32", "bfloat16", "float64"] = setting(
         "float32", "of parameters and arithmetic; bfloat16: products only, the rest in float32"
     )

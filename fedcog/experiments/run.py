@@ -6,7 +6,7 @@ import datetime
 import platform
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from fedcog.algorithms import Algorithm
 from fedcog.data import Dataset
 from fedcog.experiments.config import Experiment, name_of
 from fedcog.experiments.divergence import advice
+from fedcog.experiments.nodes import check_flower, on_flower
 from fedcog.experiments.prepare import Prepared, check_runnable, surroundings
 from fedcog.experiments.record import Checkpoint, RecordError, RunDirectory
 from fedcog.experiments.turns import Interrupted, Running, Turn, in_step
@@ -87,7 +88,7 @@ def run(
     """
     own = {"data": data, "model": model, "resume": resume, "watch": watch, "stopping": stopping, "command": command}
     with surroundings(experiment.threads, experiment.tf32):
-        (finished,) = in_step([carry_out(experiment, out, **own)])  # type: ignore[arg-type]
+        (finished,) = finish(experiment, [carry_out(experiment, out, **own)])  # type: ignore[arg-type]
         if isinstance(finished, Diverged):
             raise finished
         if report:
@@ -114,6 +115,8 @@ def carry_out(
     if data is not None and data.indices is not None:
         own |= {"partition": "given", "clients": len(data.indices)}
     experiment = dataclasses.replace(experiment, **own)
+    if experiment.backend == "flower":
+        check_flower(experiment)
     directory = RunDirectory(out or default_out(experiment))
     with directory.locked(), contextlib.ExitStack() as ending:
         if directory.exists():
@@ -131,7 +134,7 @@ def carry_out(
         last: Checkpoint | None = None
         for round in range(start, experiment.rounds):
             work = federation.ask(round)
-            gathered = yield Turn(backend, algorithm, work)
+            gathered = yield Turn(experiment, backend, work)
             try:
                 line, server, exhibit = federation.answer(work, gathered)
             except Diverged as error:
@@ -148,6 +151,13 @@ def carry_out(
             if stop:
                 raise Interrupted(f"stopped after round {line['round']} of {experiment.rounds}")
         return Run(directory.path, experiment, directory.lines())
+
+
+def finish(experiment: Experiment, runs: Sequence[Running]) -> list[Run | Diverged]:
+    """Runs of an experiment that differ in their seed, carried out to their ends by the backend it asks for."""
+    if experiment.backend == "flower":
+        return [on_flower(running) for running in runs]
+    return in_step(runs)
 
 
 def load(path: str | Path, model: nn.Module | None = None, algorithm: Algorithm | None = None) -> nn.Module:

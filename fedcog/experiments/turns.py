@@ -5,6 +5,7 @@ from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from fedcog.algorithms import Algorithm
+from fedcog.experiments.config import Experiment
 from fedcog.federation.rounds import Diverged, Gathered, Work
 from fedcog.federation.simulation import Simulation, gather_together
 
@@ -19,9 +20,14 @@ class Interrupted(Exception):
 class Turn(NamedTuple):
     """A run that waits for what its clients make of a round."""
 
+    experiment: Experiment
     backend: Simulation
-    algorithm: Algorithm
     work: Work
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The experiment's."""
+        return self.experiment.algorithm
 
 
 Running = Generator[Turn, Gathered, "Run"]

@@ -20,6 +20,7 @@ from fedcog.federation.graphs import BURST, Graphs, in_turn
 from fedcog.federation.memory import clients_that_fit
 from fedcog.federation.outcomes import Outcome, one_after_another
 from fedcog.federation.parties import Party, everybody, outcomes, sent
+from fedcog.federation.payloads import one_alone
 from fedcog.federation.workers import Duty, Workers
 from fedcog.models import Model, ModelError
 from fedcog.optimiser import Optimiser
@@ -190,6 +191,22 @@ class Cohort:
         how = (alone, autograd) if self.mapping == "loop" else (together, functional)
         own = self.model, self.task, self.data, self.optimiser, self.batch_size, self.grad_clip
         return Course(*own, algorithm, *how, uneven, apart)
+
+    @torch.no_grad()
+    def form(self, algorithm: Algorithm, shared: State, members: Members) -> State:
+        """What the first member's payload looks like as a sum of one, without content; nothing is computed."""
+        from torch._subclasses import FakeTensorMode  # takes a second to load
+
+        one = members.one(0)
+        course = self.course(algorithm)._replace(each=alone)
+        zero, rate = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=self.data.dtype)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            shared = algorithm.unpack(shared, self.common(algorithm, "federation"), self.model)
+            fixed: State = {"members": one._asdict(), "shared": shared, "lr": rate}
+            state = course.start(fixed, course.buffers(fixed, zero), zero)
+            length = self.optimiser.length(one.steps, 1.0).to(rate.dtype)
+            made = one_alone(course.finish(state, fixed, Effort(one.steps, rate, length)).payload)
+        return tree.apply(lambda value: torch.empty(value.shape, dtype=value.dtype, device="meta"), made)
 
     def parts(self, count: int) -> list[slice]:
         """So many clients in parts that are trained at once: all of them, if memory suffices."""

@@ -1,12 +1,12 @@
 """What clients send, added up: sums, and beside them what an algorithm declares to need client by client."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
 from fedcog import tree
-from fedcog.tree import State
+from fedcog.tree import Params, State
 
 
 def one_alone(payload: State) -> State:
@@ -31,6 +31,25 @@ def joined(totals: Sequence[State]) -> State:
     for rest, each in others:
         total = tree.apply(torch.add, total[0], rest), tree.apply(lambda *two: torch.cat(two), total[1], each)
     return total[0] | total[1]
+
+
+class Unfit(Exception):
+    """A state that came from outside and is not what it must be: says in what."""
+
+
+def fitted(form: State, flat: Params, besides: Collection[str] = ()) -> State:
+    """The flat tensors in the order and nesting of `form`, if they have its names, shapes and types and no others.
+
+    Names in `besides` may be there and are left out.
+    """
+    wanted = tree.flatten(form)
+    for name in wanted.keys() ^ (flat.keys() - set(besides)):
+        raise Unfit(f"'{name}' is missing." if name in wanted else f"'{name}' is not expected.")
+    for name, like in wanted.items():
+        if flat[name].shape != like.shape or flat[name].dtype != like.dtype:
+            here, there = (f"{one.dtype} {list(one.shape)}" for one in (flat[name], like))
+            raise Unfit(f"'{name}' is {here}, and not {there}.")
+    return tree.filled(form, flat)
 
 
 def finite(state: State) -> Tensor:

@@ -36,6 +36,7 @@ class Report(NamedTuple):
     exhibit: Params  # what a report should show
     skipped: list[int]  # clients left out because their update was not finite
     forgot: list[int]  # clients whose update was fine, but not what they would have kept
+    refused: dict[int, str]  # clients whose answer was not what it must be, and why
 
 
 class Gathered(NamedTuple):
@@ -162,6 +163,8 @@ class Federation:
         line |= {"candidates": candidates} if len(candidates) > len(clients) else {}
         line |= {"skipped": report.skipped} if report.skipped else {}
         line |= {"forgot": report.forgot} if report.forgot else {}
+        refused = [{"client": client, "why": why} for client, why in sorted(report.refused.items())]
+        line |= {"refused": refused} if refused else {}
         line |= {name: float(value) for name, value in read.get("readings", {}).items()}
         if self._hits is not None:
             line |= self.scorer.scores(self._hits)

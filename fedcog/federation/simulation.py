@@ -69,11 +69,12 @@ class Simulation:
     ) -> Gathered:
         """The sum of the clients' payloads, and findings. `before`: the sent model's hits, if scores are wanted."""
         outcome, kept = self._train(algorithm, shared, clients, round, lr, before is not None)
-        return self._gathered(clients, round, before, outcome, kept)
+        return self.gathered(clients, round, before, outcome, kept)
 
-    def _gathered(
+    def gathered(
         self, clients: Sequence[int], round: int, before: Tensor | None, outcome: Outcome, kept: list[State]
     ) -> Gathered:
+        """What is gathered when so much has come of the clients' round, and each keeps so much, if here."""
         rows = torch.tensor(clients).to(self.counts.device)
         findings: State = {
             "sound": outcome.sound,
@@ -90,6 +91,23 @@ class Simulation:
             return self._settle(clients, round, before, read, outcome, kept)
 
         return Gathered(outcome.total, findings, settle)
+
+    def alone(
+        self, algorithm: Algorithm, shared: State, client: int, kept: State, round: int, lr: float, score: bool
+    ) -> tuple[Outcome, State]:
+        """One client's round, who had kept so much before it, and what it keeps after it."""
+        self.store.put([client], [kept], [True])
+        outcome, (after,) = self._train(algorithm, shared, [client], round, lr, score)
+        return outcome, after if bool(outcome.sound & outcome.keepable) else kept
+
+    def form(self, algorithm: Algorithm, shared: State) -> State:
+        """What one client's answer to `shared` looks like, as tensors of the right shape and type without content."""
+        some = next(iter(shared["params"].values()))
+        one = {name: some.new_empty(1, device="meta") for name in ("loss", "distance")}
+        one |= {name: torch.empty(1, dtype=torch.bool, device="meta") for name in ("sound", "keepable")}
+        hits = torch.empty((1, self.cohort.model.classes), dtype=torch.int64, device="meta")
+        members = self.members(algorithm, shared, [0])
+        return one | {"total": self.cohort.form(algorithm, shared, members), "hits": hits}
 
     def members(self, algorithm: Algorithm, shared: State, clients: Sequence[int]) -> Members:
         """Clients with all that they have of their own."""
@@ -131,7 +149,8 @@ class Simulation:
         odd = [client for row, client in enumerate(clients) if not whole[row]]
         if odd and (not self.skip_diverged or len(lost) == len(clients)):
             raise Diverged(odd, round)
-        self.store.put(clients, kept, whole)
+        if kept:
+            self.store.put(clients, kept, whole)
         loss, distance = read["loss"].tolist(), read["distance"].tolist()
         local: list[dict[str, float | int]] = [
             {"client": client, "loss": loss[row], "distance": distance[row]} for row, client in enumerate(clients)
@@ -146,7 +165,7 @@ class Simulation:
         present = torch.where(read["sound"], read["weight"], 0)
         mean = float(torch.where(read["sound"], read["loss"] * read["weight"], 0).sum() / present.sum())
         exhibit = read.get("exhibit", {})
-        return Report(mean, local, outcome.seconds(), exhibit, lost, sorted({*odd} - {*lost}))
+        return Report(mean, local, outcome.seconds(), exhibit, lost, sorted({*odd} - {*lost}), {})
 
     def losses(self, weights: Params, clients: Sequence[int], round: int, over: Asked) -> list[float]:
         """The mean loss of a model over all training examples of each client, or over one batch of them."""
@@ -177,7 +196,7 @@ def gather_together(simulations: Sequence[Simulation], algorithm: Algorithm, wor
             first.shrink(sum(len(one.clients) for one in works))
         else:
             return [
-                simulation._gathered(
+                simulation.gathered(
                     *(one.clients, one.round, one.before, outcome._replace(kept={})),
                     simulation.store.rows(one.clients, outcome.kept),
                 )

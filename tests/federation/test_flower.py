@@ -1,0 +1,37 @@
+"""The same federation in this simulator and on Flower: its simulation engine runs for real."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import fedcog
+from fedcog import tree
+from fedcog.experiments.config import Experiment, make_algorithm
+from fedcog.experiments.record import RunDirectory
+
+pytest.importorskip("flwr")
+pytest.importorskip("ray")
+
+SMALL = {"rounds": 4, "clients": 3, "local_steps": 3, "batch_size": 8, "mapping": "loop", "threads": 1, "device": "cpu"}
+
+
+def experiment(name: str, **settings: object) -> Experiment:
+    tables = {"fedcog": {"start_round": 1, "count": 6, "steps": 2}}
+    return Experiment(algorithm=make_algorithm(name, tables), **(SMALL | settings))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "moon", "fedprox+fedcog"])
+def test_flower_comes_to_what_the_simulator_comes_to(name: str, tmp_path: Path) -> None:
+    one = experiment(name)
+    here = fedcog.run(one, tmp_path / "here", report=False)
+    there = fedcog.run(replace(one, backend="flower"), tmp_path / "there", report=False)
+    for mine, theirs in zip(here.lines, there.lines, strict=True):
+        assert mine["accuracy"] == theirs["accuracy"]
+        for own, other in zip(mine["local"], theirs["local"], strict=True):
+            assert own == pytest.approx(other, abs=1e-5)
+    servers = [tree.flatten(RunDirectory(run.path).load().server) for run in (here, there)]  # type: ignore[union-attr]
+    assert servers[0].keys() == servers[1].keys()
+    for key, value in servers[0].items():
+        torch.testing.assert_close(value, servers[1][key], atol=1e-5, rtol=0)

@@ -1,0 +1,56 @@
+"""What comes from outside: taken only in the form it must have."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedcog import tree
+from fedcog.federation.payloads import Unfit, fitted
+from fedcog.tree import State
+
+FORM: State = {"delta": {"w": torch.empty(2, 3), "b": torch.empty(3)}, "buffers": {}, "weight": torch.empty(())}
+
+
+def good() -> dict[str, Tensor]:
+    return {"weight": torch.ones(()), "delta::b": torch.arange(3.0), "delta::w": torch.ones(2, 3)}
+
+
+def test_what_fits_takes_the_nesting_and_order_of_the_form() -> None:
+    found = fitted(FORM, good())
+    assert list(tree.flatten(found)) == list(tree.flatten(FORM))
+    assert found["buffers"] == {}
+    assert torch.equal(found["delta"]["b"], torch.arange(3.0))
+
+
+def test_what_may_be_there_beside_is_left_out() -> None:
+    assert "more" not in fitted(FORM, good() | {"more": torch.ones(1)}, besides=["more"])
+
+
+names = st.sampled_from(["delta::w", "delta::b", "weight", "delta", "delta::w::x", "buffers", "", "::", "else"])
+shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+dtypes = st.sampled_from([torch.float32, torch.float64, torch.int64, torch.bool, torch.bfloat16])
+
+
+@given(st.dictionaries(names, st.tuples(shapes, dtypes), max_size=5))
+def test_whatever_comes_either_fits_or_is_refused_with_a_reason(
+    strange: dict[str, tuple[tuple[int, ...], torch.dtype]],
+) -> None:
+    flat = good() | {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in strange.items()}
+    fits = flat.keys() == good().keys() and all(
+        flat[name].shape == value.shape and flat[name].dtype == value.dtype for name, value in good().items()
+    )
+    if fits:
+        assert tree.flatten(fitted(FORM, flat)).keys() == good().keys()
+    else:
+        with pytest.raises(Unfit, match=r"'.*' is"):
+            fitted(FORM, flat)
+
+
+@pytest.mark.parametrize("name", ["weight", "delta::w"])
+def test_what_is_missing_is_named(name: str) -> None:
+    flat = good()
+    del flat[name]
+    with pytest.raises(Unfit, match=f"'{name}' is missing"):
+        fitted(FORM, flat)

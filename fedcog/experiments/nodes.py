@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from fedcog import tree
-from fedcog.experiments.config import Experiment, name_of, read_experiment
+from fedcog.experiments.config import Experiment, read_experiment
 from fedcog.experiments.prepare import Prepared, surroundings
 from fedcog.experiments.turns import Running, Turn
 from fedcog.federation.rounds import Diverged
@@ -46,14 +45,7 @@ def on_flower(running: Running) -> "Run | Diverged":
             turn = next(running)
         except StopIteration as end:  # it was finished already
             return cast("Run", end.value)
-        experiment, backend, work = turn
-        if work.round and tree.flatten(turn.algorithm.client_init(work.shared)):
-            raise ConfigError(
-                [
-                    f"clients of {name_of(turn.algorithm)} keep something, and Flower's nodes took it with them when "
-                    "the run ended: begin it again, with another --out."
-                ]
-            )
+        experiment, backend, _ = turn
         ended: list[Run | BaseException] = []
 
         def serve(nodes: "Nodes") -> None:  # in a thread of Flower's

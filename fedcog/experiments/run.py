@@ -243,6 +243,11 @@ def _restore(directory: RunDirectory, prepared: Prepared) -> int:
     algorithm = prepared.experiment.algorithm
     newcomer = algorithm.client_init(algorithm.broadcast(prepared.server))
     clients = {str(client): newcomer for client in checkpoint.known}
+    if tree.flatten(newcomer) and not clients:
+        raise RecordError(
+            f"the run in {directory.path} went on Flower, whose nodes took with them what clients of "
+            f"{name_of(algorithm)} keep: begin it again, with another --out."
+        )
     if _forms(prepared.server, clients) != _forms(checkpoint.server, tree.unflatten(checkpoint.clients)):
         raise RecordError(
             f"{directory.path / 'checkpoint.safetensors'} does not fit this network: choose another --out."

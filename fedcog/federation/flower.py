@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}  # Flower looks while it is loaded
+# Nothing is reported home, and Ray hides no GPU from nodes; both are looked up while Flower is loaded.
+os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp

@@ -9,7 +9,8 @@ import torch
 import fedcog
 from fedcog import tree
 from fedcog.experiments.config import Experiment, make_algorithm
-from fedcog.experiments.record import RunDirectory
+from fedcog.experiments.record import RecordError, RunDirectory
+from fedcog.settings import ConfigError
 
 pytest.importorskip("flwr")
 pytest.importorskip("ray")
@@ -35,3 +36,17 @@ def test_flower_comes_to_what_the_simulator_comes_to(name: str, tmp_path: Path) 
     assert servers[0].keys() == servers[1].keys()
     for key, value in servers[0].items():
         torch.testing.assert_close(value, servers[1][key], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("backend", ["simulator", "flower"])
+def test_what_nodes_kept_is_not_made_up_when_a_run_goes_on(backend: str, tmp_path: Path) -> None:
+    one = experiment("scaffold", rounds=1, backend="flower")
+    fedcog.run(one, tmp_path / "run", report=False)
+    with pytest.raises(RecordError, match="took with them what clients of scaffold keep"):
+        fedcog.run(replace(one, rounds=2, backend=backend), tmp_path / "run", resume=True, report=False)  # type: ignore[arg-type]
+
+
+def test_what_flower_cannot_carry_out_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="power-of-choice"):
+        fedcog.run(experiment("fedavg", selection="power-of-choice", backend="flower"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from fedcog.experiments.config import Experiment, read_experiment
+from fedcog.experiments.config import Experiment, layers, read_experiment
 from fedcog.experiments.prepare import Prepared, surroundings
 from fedcog.experiments.turns import Running, Turn
 from fedcog.federation.rounds import Diverged
@@ -24,6 +24,9 @@ def check_flower(experiment: Experiment) -> None:
     faults = []
     if "custom" in (experiment.dataset, experiment.model):
         faults.append("data or a network of your own does not reach Flower's nodes yet: set --backend simulator.")
+    for name, layer in layers(experiment.algorithm):
+        if not type(layer).__module__.startswith("fedcog."):
+            faults.append(f"{name} is an algorithm of your own, unknown to Flower's nodes: set --backend simulator.")
     if experiment.selection != "uniform":
         faults.append(
             "power-of-choice asks clients for their loss, which nodes are not asked: set --selection uniform."

@@ -6,8 +6,10 @@ keeps stays at its node, in `context.state`. Everything that arrives is checked 
 
 import contextlib
 import logging
+import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -43,9 +45,12 @@ Prepare = Callable[[], Ready]
 
 
 class Nodes:
-    """The clients of a federation behind a grid, found by the partition each of them holds."""
+    """The clients of a federation behind a grid, found by the partition each of them holds.
 
-    def __init__(self, grid: Grid, ready: Ready, patience: float = 600.0) -> None:
+    Answers are waited for `patience` seconds, or as long as it takes.
+    """
+
+    def __init__(self, grid: Grid, ready: Ready, patience: float | None = None) -> None:
         self._grid, self._ready, self._patience = grid, ready, patience
         self._places: dict[int, int] = {}
 
@@ -62,7 +67,7 @@ class Nodes:
         ]
         form = simulation.form(algorithm, work.shared)
         began, answers = time.perf_counter(), dict[int, Outcome]()
-        refused = dict.fromkeys(work.clients, f"no answer within {self._patience:.0f} s.")
+        refused = dict.fromkeys(work.clients, "it did not answer in time.")
         whose = {self._places[client]: client for client in work.clients}
         for reply in self._grid.send_and_receive(messages, timeout=self._patience):
             client = whose[reply.metadata.src_node_id]
@@ -75,6 +80,8 @@ class Nodes:
         if not there:
             why = "; ".join(f"client {client}: {reason}" for client, reason in refused.items())
             raise RuntimeError(f"in round {work.round + 1} no node gave an answer that can be used. {why}")
+        for client, why in refused.items():
+            warnings.warn(f"round {work.round + 1} goes on without client {client}: {why}", stacklevel=2)
         seconds = dict.fromkeys(PARTS, 0.0) | {"training": time.perf_counter() - began}
         done = one_after_another([answers[client] for client in there])._replace(seconds=lambda: seconds)
         gathered = simulation.gathered(there, work.round, work.before, done, [])
@@ -82,7 +89,7 @@ class Nodes:
 
     def _find(self, wanted: set[int]) -> None:
         """Ask all nodes which partition they hold, until all of `wanted` are there."""
-        end = time.monotonic() + self._patience
+        end = time.monotonic() + (math.inf if self._patience is None else self._patience)
         while not wanted <= self._places.keys():
             if time.monotonic() > end:
                 lost = ", ".join(map(str, sorted(wanted - self._places.keys())))

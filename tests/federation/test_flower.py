@@ -8,6 +8,7 @@ import torch
 
 import fedcog
 from fedcog import tree
+from fedcog.algorithms import Algorithm
 from fedcog.experiments.config import Experiment, make_algorithm
 from fedcog.experiments.record import RecordError, RunDirectory
 from fedcog.settings import ConfigError
@@ -16,6 +17,10 @@ pytest.importorskip("flwr")
 pytest.importorskip("ray")
 
 SMALL = {"rounds": 4, "clients": 3, "local_steps": 3, "batch_size": 8, "mapping": "loop", "threads": 1, "device": "cpu"}
+
+
+class Mine(Algorithm):
+    """Somebody's own."""
 
 
 def experiment(name: str, **settings: object) -> Experiment:
@@ -49,4 +54,6 @@ def test_what_nodes_kept_is_not_made_up_when_a_run_goes_on(backend: str, tmp_pat
 def test_what_flower_cannot_carry_out_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="power-of-choice"):
         fedcog.run(experiment("fedavg", selection="power-of-choice", backend="flower"), tmp_path / "run")
+    with pytest.raises(ConfigError, match="unknown to Flower's nodes"):
+        fedcog.run(replace(experiment("fedavg", backend="flower"), algorithm=Mine()), tmp_path / "run")
     assert not (tmp_path / "run").exists()

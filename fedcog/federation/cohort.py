@@ -200,8 +200,9 @@ class Cohort:
         one = members.one(0)
         course = self.course(algorithm)._replace(each=alone)
         zero, rate = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=self.data.dtype)
+        draws = self.common(algorithm, "federation")  # drawn by numpy, which takes no stand-ins
         with FakeTensorMode(allow_non_fake_inputs=True):
-            shared = algorithm.unpack(shared, self.common(algorithm, "federation"), self.model)
+            shared = algorithm.unpack(shared, draws, self.model)
             fixed: State = {"members": one._asdict(), "shared": shared, "lr": rate}
             state = course.start(fixed, course.buffers(fixed, zero), zero)
             length = self.optimiser.length(one.steps, 1.0).to(rate.dtype)

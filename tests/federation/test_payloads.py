@@ -7,6 +7,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedcog import tree
+from fedcog.algorithms import ALGORITHMS, Algorithm, Wrapper
+from fedcog.experiments.config import Experiment, make_algorithm
+from fedcog.experiments.prepare import Prepared
 from fedcog.federation.payloads import Unfit, fitted
 from fedcog.tree import State
 
@@ -54,3 +57,20 @@ def test_what_is_missing_is_named(name: str) -> None:
     del flat[name]
     with pytest.raises(Unfit, match=f"'{name}' is missing"):
         fitted(FORM, flat)
+
+
+def small(name: str) -> Experiment:
+    settings = {"clients": 2, "local_steps": 1, "batch_size": 8, "mapping": "loop", "workers": 1, "device": "cpu"}
+    return Experiment(algorithm=make_algorithm(name, {}), **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", [*ALGORITHMS, "scaffold+fedcog", "fedgen+vhl"])
+def test_what_an_answer_looks_like_is_known_before_it_comes(name: str) -> None:
+    wraps = issubclass(ALGORITHMS.get(name, Algorithm), Wrapper)
+    prepared = Prepared(small(f"fedavg+{name}" if wraps else name))
+    algorithm, simulation = prepared.experiment.algorithm, prepared.backend
+    shared = algorithm.broadcast(prepared.server)
+    done, _ = simulation.alone(algorithm, shared, 1, algorithm.client_init(shared), 0, 0.01, True)
+    flat = tree.flatten({"total": done.total, "hits": done.hits, "loss": done.loss, "distance": done.distance})
+    flat |= {"sound": done.sound, "keepable": done.keepable}
+    assert tree.flatten(fitted(simulation.form(algorithm, shared), flat)).keys() == flat.keys()

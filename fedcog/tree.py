@@ -96,6 +96,11 @@ def read(state: State) -> State:
     return unflatten(flat)
 
 
+def nbytes(state: State) -> int:
+    """The bytes that a state's numbers take up."""
+    return sum(value.nbytes for value in flatten(state).values())
+
+
 def flatten(state: State, prefix: str = "") -> Params:
     """A state as one flat dict whose names are paths: {"a": {"b": t}} is {"a::b": t}."""
     flat: Params = {}

@@ -116,6 +116,8 @@ class Algorithm:
     needs_head: ClassVar[bool] = False  # does it look at features, or at the last layer?
     personalises: ClassVar[bool] = False  # is the clients' own model what it is about?
     needs_sgd: ClassVar[bool] = False  # does it take the way a client went for a sum of gradients?
+    # What no number of a payload's part exceeds, by the part's name: secure aggregation has to know.
+    scales: ClassVar[dict[str, float]] = {"delta": 64.0, "buffers": 4096.0, "weight": 1.0, "count": 1.0}
 
     def __init_subclass__(cls) -> None:
         """Refuse to lose a rule: `local_loss` is composed of hooks so that wrappers can scale its data term."""

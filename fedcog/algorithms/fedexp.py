@@ -1,6 +1,7 @@
 """FedExP (Jhunjhunwala et al., ICLR 2023, eq. 11): the server steps further where clients disagree."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -19,6 +20,7 @@ class FedExP(Algorithm):
     the last two models, which hides half of the oscillation: `average` does so.
     """
 
+    scales: ClassVar[dict[str, float]] = Algorithm.scales | {"square": 1024.0}
     epsilon: float = setting(1e-3, "added to the mean change's square; large: FedAvg", ">= 0")
     average: bool = setting(False, "evaluate the mean of the last two models")
 

@@ -1,6 +1,7 @@
 """FedNova (Wang et al., NeurIPS 2020, eq. 5): changes normalised by how far each client stepped."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fedcog import tree
 from fedcog.algorithms.base import Algorithm, Effort, Site
@@ -18,6 +19,7 @@ class FedNova(Algorithm):
     once or twice is stretched to the mean a, which momentum makes ten times the mean number of steps.
     """
 
+    scales: ClassVar[dict[str, float]] = Algorithm.scales | {"delta": 1024.0, "length": 65536.0}
     strength: float = setting(1.0, "exponent on the number of steps; 0: FedAvg", ">= 0", "<= 1")
 
     def client_update(self, params: Params, site: Site, effort: Effort) -> tuple[State, State]:

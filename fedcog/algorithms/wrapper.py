@@ -20,6 +20,11 @@ class Wrapper(Algorithm):
         """Inner's."""
         return self.inner.uplink
 
+    @property
+    def scales(self) -> dict[str, float]:  # type: ignore[override]
+        """Inner's."""
+        return self.inner.scales
+
     def draws(self, round: int, model: Model, batch_size: int) -> dict[str, Draw]:
         """Inner's."""
         return self.inner.draws(round, model, batch_size)

@@ -90,6 +90,12 @@ class Experiment:
     backend: Literal["simulator", "flower"] = setting(
         "simulator", "who plays the clients: this simulator, or nodes of Flower's simulation engine", identity=False
     )
+    secure_aggregation: bool = setting(
+        False, "flower: clients mask what they send (SecAgg+), so that the server learns nothing but the sum"
+    )
+    secure_scale: float = setting(
+        1.0, "secure aggregation: factor on the largest numbers that algorithms declare to send", "> 0"
+    )
     precision: Literal["float32", "bfloat16", "float64"] = setting(
         "float32", "of parameters and arithmetic; bfloat16: products only, the rest in float32"
     )

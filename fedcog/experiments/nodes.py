@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from fedcog.experiments.config import Experiment, layers, read_experiment
+from fedcog.experiments.config import Experiment, layers, name_of, read_experiment
 from fedcog.experiments.prepare import Prepared, surroundings
 from fedcog.experiments.turns import Running, Turn
-from fedcog.federation.rounds import Diverged
+from fedcog.federation import masking
+from fedcog.federation.rounds import Diverged, round_half_up
 from fedcog.settings import ConfigError
 
 if TYPE_CHECKING:
@@ -19,15 +20,20 @@ if TYPE_CHECKING:
     from fedcog.federation.flower import Nodes, Ready
 
 
+def flows(experiment: Experiment) -> bool:
+    """Are the clients nodes of Flower? So they are, too, where what they send is to be masked."""
+    return experiment.backend == "flower" or experiment.secure_aggregation
+
+
 def check_flower(experiment: Experiment) -> None:
     """Refuse what cannot be carried out on Flower, all faults at once."""
-    faults = []
+    faults = check_secure(experiment)
     if "custom" in (experiment.dataset, experiment.model):
         faults.append("data or a network of your own does not reach Flower's nodes yet: set --backend simulator.")
     for name, layer in layers(experiment.algorithm):
         if not type(layer).__module__.startswith("fedcog."):
             faults.append(f"{name} is an algorithm of your own, unknown to Flower's nodes: set --backend simulator.")
-    if experiment.selection != "uniform":
+    if experiment.selection != "uniform" and not experiment.secure_aggregation:
         faults.append(
             "power-of-choice asks clients for their loss, which nodes are not asked: set --selection uniform."
         )
@@ -37,6 +43,30 @@ def check_flower(experiment: Experiment) -> None:
         faults.append("--backend flower needs Flower: pip install 'fedcog[flower]'.")
     if faults:
         raise ConfigError(faults)
+
+
+def check_secure(experiment: Experiment) -> list[str]:
+    """What stands in the way of secure aggregation, if it is asked for."""
+    if not experiment.secure_aggregation:
+        return []
+    faults = []
+    if experiment.algorithm.uplink != "sum":
+        faults.append(
+            f"{name_of(experiment.algorithm)} needs what every client sends apart, and secure aggregation shows the "
+            "server nothing but the sum: choose an algorithm whose uplink is a sum (fedcog list algorithms)."
+        )
+    if experiment.selection != "uniform":
+        faults.append(
+            "power-of-choice needs every client's loss in clear, and secure aggregation shows the server nothing but "
+            "the sum: set --selection uniform."
+        )
+    count = max(1, round_half_up(experiment.participation * experiment.clients))
+    if not 3 <= count <= 2**16:
+        faults.append(
+            f"secure aggregation needs from 3 to 65536 clients a round, not {count}: among two, each would know the "
+            "other's, and among more, sums would be too coarse. Set --clients or --participation."
+        )
+    return faults
 
 
 def on_flower(running: Running) -> "Run | Diverged":
@@ -59,7 +89,12 @@ def on_flower(running: Running) -> "Run | Diverged":
                     ended.append(error)
 
         settings = json.dumps(experiment.to_dict())
-        flower.simulate(serve, flower.Ready(backend, experiment.algorithm), functools.partial(ready, settings))
+        here = flower.Ready(backend, experiment.algorithm, secure(experiment))
+        if here.secure:
+            form, scales = backend.form(here.algorithm, turn.work.shared)["total"], here.algorithm.scales
+            if lacking := masking.lacking(form, scales):
+                raise ConfigError([f"{name_of(here.algorithm)}.scales has none for '{part}'." for part in lacking])
+        flower.simulate(serve, here, functools.partial(ready, settings))
     if not ended:
         raise RuntimeError("Flower's simulation engine ended before the run did: its log tells more.")
     if isinstance(ended[0], BaseException) and not isinstance(ended[0], Diverged):
@@ -76,6 +111,11 @@ def _driven(running: Running, turn: Turn, nodes: "Nodes") -> "Run":
         return cast("Run", end.value)
 
 
+def secure(experiment: Experiment) -> float:
+    """What the scales of secure aggregation are multiplied by; 0: there is none."""
+    return experiment.secure_scale if experiment.secure_aggregation else 0.0
+
+
 @functools.lru_cache(maxsize=1)
 def ready(settings: str) -> "Ready":
     """An experiment, by its settings in JSON, made ready for one client after another on one thread."""
@@ -84,4 +124,4 @@ def ready(settings: str) -> "Ready":
     torch.set_num_threads(1)
     experiment = read_experiment(json.loads(settings))
     prepared = Prepared(replace(experiment, mapping="loop", workers=1, threads=1))
-    return Ready(prepared.backend, experiment.algorithm)
+    return Ready(prepared.backend, experiment.algorithm, secure(experiment))

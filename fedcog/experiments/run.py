@@ -19,7 +19,7 @@ from fedcog.algorithms import Algorithm
 from fedcog.data import Dataset
 from fedcog.experiments.config import Experiment, name_of
 from fedcog.experiments.divergence import advice
-from fedcog.experiments.nodes import check_flower, on_flower
+from fedcog.experiments.nodes import check_flower, flows, on_flower
 from fedcog.experiments.prepare import Prepared, check_runnable, surroundings
 from fedcog.experiments.record import Checkpoint, RecordError, RunDirectory
 from fedcog.experiments.turns import Interrupted, Running, Turn, in_step
@@ -115,7 +115,7 @@ def carry_out(
     if data is not None and data.indices is not None:
         own |= {"partition": "given", "clients": len(data.indices)}
     experiment = dataclasses.replace(experiment, **own)
-    if experiment.backend == "flower":
+    if flows(experiment):
         check_flower(experiment)
     directory = RunDirectory(out or default_out(experiment))
     with directory.locked(), contextlib.ExitStack() as ending:
@@ -155,7 +155,7 @@ def carry_out(
 
 def finish(experiment: Experiment, runs: Sequence[Running]) -> list[Run | Diverged]:
     """Runs of an experiment that differ in their seed, carried out to their ends by the backend it asks for."""
-    if experiment.backend == "flower":
+    if flows(experiment):
         return [on_flower(running) for running in runs]
     return in_step(runs)
 

@@ -1,7 +1,8 @@
 """The federation on Flower: a server that asks its nodes over a grid, and nodes that are each a cohort of one.
 
-Down go the algorithm's broadcast and the round's number; up come one client's payload and a few findings. What a client
-keeps stays at its node, in `context.state`. Everything that arrives is checked against the form it must have.
+Down go the algorithm's broadcast and the round's number; up come one client's payload and a few findings, or with
+secure aggregation a masked vector and nothing else. What a client keeps stays at its node, in `context.state`.
+Everything that arrives is checked against the form it must have.
 """
 
 import contextlib
@@ -10,38 +11,84 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 # Nothing is reported home, and Ray hides no GPU from nodes; both are looked up while Flower is loaded.
 os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
+from flwr.common import Code, FitIns, FitRes, Parameters, Status, ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
+from flwr.common.serde import recorddict_to_proto
+from flwr.compat.common.recorddict_compat import fitres_to_recorddict
+from flwr.server import LegacyContext
+from flwr.server.workflow import SecAggPlusWorkflow
+from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD, Key
 from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
 from fedcog import tree
 from fedcog.algorithms import Algorithm
+from fedcog.federation import masking
+from fedcog.federation.keepsakes import Keepsake
 from fedcog.federation.outcomes import Outcome, one_after_another
-from fedcog.federation.payloads import Unfit, fitted
-from fedcog.federation.rounds import Gathered, Work
+from fedcog.federation.payloads import Unfit, finite, fitted, read_array
+from fedcog.federation.rounds import Diverged, Gathered, Report, Work
 from fedcog.federation.simulation import Simulation
 from fedcog.tree import Params, State
 
 FIND, TRAIN = "query", "train"
 PARTS = ("generation", "training", "evaluation")
+NEIGHBOURS = 33  # in SecAgg+, how many clients at most share in a client's secret
+SPARE = 2**16  # bytes that an answer may be larger than what it must hold: names and headers
 
 
 class Ready(NamedTuple):
-    """An experiment made ready in a process: the simulation that knows its clients, and its algorithm."""
+    """An experiment made ready in a process: the simulation that knows its clients, and its algorithm.
+
+    `secure` is what the scales of secure aggregation are multiplied by; 0: payloads are sent as they are.
+    """
 
     simulation: Simulation
     algorithm: Algorithm
+    secure: float = 0.0
 
 
-Prepare = Callable[[], Ready]
+Prepare = Callable[[Context], Ready]
+
+
+class Ledger:
+    """A grid that counts what goes over it: bytes down and up by node, and each node's last failure."""
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+        self.down, self.up, self.failures = dict[int, int](), dict[int, int](), dict[int, str]()
+
+    def get_node_ids(self) -> Iterable[int]:
+        """The nodes that are connected."""
+        return self._grid.get_node_ids()
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        """The answers to messages that came in time."""
+        sent, size = list(messages), dict[int, int]()
+        for message in sent:
+            whole = size.setdefault(id(message.content), _bytes(message.content))
+            node = message.metadata.dst_node_id
+            self.down[node] = self.down.get(node, 0) + whole
+        replies = list(self._grid.send_and_receive(sent, timeout=timeout))
+        for reply in replies:
+            node = reply.metadata.src_node_id
+            if reply.has_error():
+                self.failures[node] = _reason(reply)
+            else:
+                self.up[node] = self.up.get(node, 0) + _bytes(reply.content)
+        return replies
 
 
 class Nodes:
@@ -50,63 +97,183 @@ class Nodes:
     Answers are waited for `patience` seconds, or as long as it takes.
     """
 
-    def __init__(self, grid: Grid, ready: Ready, patience: float | None = None) -> None:
-        self._grid, self._ready, self._patience = grid, ready, patience
+    def __init__(
+        self, grid: Grid, context: Context, ready: Ready, run: str = "", patience: float | None = None
+    ) -> None:
+        self._grid, self._context, self._ready, self._run, self._patience = grid, context, ready, run, patience
         self._places: dict[int, int] = {}
+        self._begun = False
 
     def gather(self, work: Work) -> Gathered:
         """The sum of the clients' payloads, in the order of their numbers, and findings."""
-        simulation, algorithm = self._ready
-        if missing := set(work.clients) - self._places.keys():
-            self._find(missing)
-        asked: dict[str, Any] = {"round": work.round, "lr": work.lr, "score": work.before is not None}
-        content: dict[str, Any] = {"shared": arrays(work.shared), "ask": ConfigRecord(asked)}
-        messages = [
-            Message(RecordDict(content), dst_node_id=self._places[client], message_type=TRAIN)
-            for client in work.clients
-        ]
+        ledger, began = Ledger(self._grid), time.perf_counter()
+        there = self._present(work.clients)
+        refused = {
+            client: "no node with this partition is connected." for client in work.clients if client not in there
+        }
+        asked = {"round": work.round, "lr": work.lr, "score": work.before is not None, "run": self._run}
+        content: dict[str, Any] = {"shared": arrays(work.shared), "ask": ConfigRecord(cast(Any, asked))}
+        gather = self._masked_sum if self._ready.secure else self._sum
+        gathered, unheard = gather(work, there, content, ledger)
+        refused |= unheard
+        for client, why in sorted(refused.items()):
+            warnings.warn(f"round {work.round + 1} goes on without client {client}: {why}", stacklevel=2)
+        seconds = dict.fromkeys(PARTS, 0.0) | {"training": time.perf_counter() - began}
+
+        def settle(read: State) -> Report:
+            report = gathered.settle(read)
+            for line in report.local:
+                node = there[int(line["client"])]
+                line |= {"down": ledger.down.get(node, 0), "up": ledger.up.get(node, 0)}
+            return report._replace(refused=refused, seconds=seconds)
+
+        return gathered._replace(settle=settle)
+
+    def _sum(
+        self, work: Work, there: dict[int, int], content: dict[str, Any], ledger: Ledger
+    ) -> tuple[Gathered, dict[int, str]]:
+        """What is made of answers in clear, and who gave none that can be used, for what reason."""
+        simulation, algorithm, _ = self._ready
         form = simulation.form(algorithm, work.shared)
-        began, answers = time.perf_counter(), dict[int, Outcome]()
-        refused = dict.fromkeys(work.clients, "it did not answer in time.")
-        whose = {self._places[client]: client for client in work.clients}
-        for reply in self._grid.send_and_receive(messages, timeout=self._patience):
+        messages = [Message(RecordDict(content), dst_node_id=node, message_type=TRAIN) for node in there.values()]
+        whose = {node: client for client, node in there.items()}
+        answers, odd = dict[int, Outcome](), list[int]()
+        refused = dict.fromkeys(there, "it did not answer in time.")
+        for reply in ledger.send_and_receive(messages, timeout=self._patience):
             client = whose[reply.metadata.src_node_id]
             try:
-                answers[client] = outcome(reply, form, score=work.before is not None)
+                answer = outcome(reply, form, score=work.before is not None)
+                if not finite({"total": answer.total, "loss": answer.loss, "distance": answer.distance}):
+                    odd.append(client)
+                    raise Unfit("it holds numbers that are not finite.")
+                answers[client] = answer
                 del refused[client]
             except Unfit as error:
                 refused[client] = str(error)
-        there = [client for client in work.clients if client in answers]
-        if not there:
-            why = "; ".join(f"client {client}: {reason}" for client, reason in refused.items())
-            raise RuntimeError(f"in round {work.round + 1} no node gave an answer that can be used. {why}")
-        for client, why in refused.items():
-            warnings.warn(f"round {work.round + 1} goes on without client {client}: {why}", stacklevel=2)
-        seconds = dict.fromkeys(PARTS, 0.0) | {"training": time.perf_counter() - began}
-        done = one_after_another([answers[client] for client in there])._replace(seconds=lambda: seconds)
-        gathered = simulation.gathered(there, work.round, work.before, done, [])
-        return gathered._replace(settle=lambda read: gathered.settle(read)._replace(refused=refused))
+        heard = sorted(answers)
+        if not heard:
+            if odd:
+                raise Diverged(sorted(odd), work.round)
+            raise RuntimeError(f"in round {work.round + 1} no node gave an answer that can be used. {_listed(refused)}")
+        done = one_after_another([answers[client] for client in heard])
+        weights = torch.stack([answers[client].total["weight"] for client in heard])
+        gathered = simulation.gathered(heard, work.round, work.before, done, [])
+        return gathered._replace(findings=gathered.findings | {"weight": weights}), refused
 
-    def _find(self, wanted: set[int]) -> None:
-        """Ask all nodes which partition they hold, until all of `wanted` are there."""
+    def _masked_sum(
+        self, work: Work, there: dict[int, int], content: dict[str, Any], ledger: Ledger
+    ) -> tuple[Gathered, dict[int, str]]:
+        """What is made of masked answers, of which nothing but the sum is ever known; and who dropped out."""
+        simulation, algorithm, factor = self._ready
+        form = simulation.form(algorithm, work.shared)["total"]
+        protocol = Masked(len(there), content, self._patience)
+        whose = {node: client for client, node in there.items()}
+        heard, mean = protocol.carry_out(cast(Grid, ledger), self._context, work.round, there.values())
+        refused = {
+            client: ledger.failures.get(node, "it did not answer in time.")
+            for client, node in there.items()
+            if node not in heard
+        }
+        if mean is None or len(mean) != masking.size(form):
+            raise RuntimeError(
+                f"in round {work.round + 1} secure aggregation came to no sum: of {len(there)} clients "
+                f"{protocol.threshold} must stay to its end. {_listed(refused)}"
+            )
+        total, loss = masking.total(mean * len(heard), form, algorithm.scales, factor)
+        device = simulation.cohort.data.device
+        local: list[dict[str, float | int]] = [{"client": client} for client in sorted(whose[node] for node in heard)]
+
+        def settle(read: State) -> Report:
+            return Report(loss / float(total["weight"]), local, {}, {}, [], [], {})
+
+        return Gathered(tree.to(total, device), {}, settle), refused
+
+    def _present(self, clients: list[int]) -> dict[int, int]:
+        """The nodes of those clients that are connected. In the first round all are waited for, later any will do."""
         end = time.monotonic() + (math.inf if self._patience is None else self._patience)
-        while not wanted <= self._places.keys():
+        while True:
+            online = set(self._grid.get_node_ids())
+            self._places = {client: node for client, node in self._places.items() if node in online}
+            self._find(online - set(self._places.values()))
+            there = {client: self._places[client] for client in clients if client in self._places}
+            if len(there) == len(clients) or (there and (self._begun or time.monotonic() > end)):
+                self._begun = True
+                return there
             if time.monotonic() > end:
-                lost = ", ".join(map(str, sorted(wanted - self._places.keys())))
-                raise RuntimeError(f"no node holds partition {lost}: are all SuperNodes running?")
-            nodes = set(self._grid.get_node_ids()) - set(self._places.values())
-            messages = [Message(RecordDict(), dst_node_id=node, message_type=FIND) for node in nodes]
-            for reply in self._grid.send_and_receive(messages, timeout=self._patience) if messages else ():
-                if not reply.has_error():
-                    own: dict[str, Any] = dict(reply.content.config_records["node"])
-                    self._places[int(own["partition-id"])] = reply.metadata.src_node_id
-            if not nodes:
-                time.sleep(0.1)
+                lost = ", ".join(map(str, clients))
+                raise RuntimeError(f"no node holds partition {lost}: are the SuperNodes running?")
+            time.sleep(0.1 if self._patience is None else 1.0)
+
+    def _find(self, nodes: set[int]) -> None:
+        """Ask nodes which partition they hold."""
+        messages = [Message(RecordDict(), dst_node_id=node, message_type=FIND) for node in nodes]
+        for reply in self._grid.send_and_receive(messages, timeout=self._patience) if messages else ():
+            own: Any = None if reply.has_error() else reply.content.get("node")
+            number = own.get("partition-id") if isinstance(own, ConfigRecord) else None
+            if isinstance(number, int) and 0 <= number < self._ready.simulation.cohort.data.clients:
+                if number in self._places:
+                    warnings.warn(f"two nodes hold partition {number}: the second one is not asked.", stacklevel=2)
+                self._places.setdefault(number, reply.metadata.src_node_id)
+
+
+class Masked(SecAggPlusWorkflow):
+    """One round of Flower's SecAgg+ among so many clients, who are sent `content` to train on.
+
+    Flower's own loses the round when somebody drops out before having shared secrets; here such a client is forgotten.
+    """
+
+    def __init__(self, clients: int, content: dict[str, Any], timeout: float | None) -> None:
+        shares = min(clients, NEIGHBOURS)
+        self.threshold, self._content = shares // 2 + 1, content
+        self._mean: torch.Tensor | None = None
+        self._heard = set[int]()
+        if clients < 3:
+            raise RuntimeError(f"secure aggregation needs three clients a round, and {clients} are there.")
+        levels = masking.levels(clients)
+        ranges: dict[str, Any] = {"clipping_range": 1.0, "quantization_range": levels, "modulus_range": masking.MODULUS}
+        super().__init__(shares, self.threshold, max_weight=1.0, timeout=timeout, **ranges)
+
+    def carry_out(
+        self, grid: Grid, context: Context, round: int, nodes: Iterable[int]
+    ) -> tuple[set[int], torch.Tensor | None]:
+        """The nodes whose vectors are in the sum, and the mean of those vectors; None if too few stayed."""
+        nothing = FitIns(Parameters([], "numpy.ndarray"), {})
+        proxies = [(SimpleNamespace(node_id=node), nothing) for node in nodes]
+        plan = SimpleNamespace(configure_fit=lambda *_: proxies, aggregate_fit=self._aggregate)
+        count = SimpleNamespace(num_available=lambda: len(proxies))
+        legacy = LegacyContext(context, strategy=cast(Any, plan), client_manager=cast(Any, count))
+        legacy.state.config_records[MAIN_CONFIGS_RECORD] = ConfigRecord({Key.CURRENT_ROUND: round + 1})
+        legacy.state.array_records[MAIN_PARAMS_RECORD] = ArrayRecord()
+        self(grid, legacy)
+        return self._heard, self._mean
+
+    def _aggregate(self, _: int, results: list[tuple[Any, FitRes]], __: Any) -> tuple[None, dict[str, Any]]:
+        self._heard = {proxy.node_id for proxy, _ in results}
+        self._mean = torch.from_numpy(parameters_to_ndarrays(results[0][1].parameters)[0])
+        return None, {}
+
+    def setup_stage(self, grid: Grid, context: Any, state: Any) -> bool:
+        """Flower's; what is sent to be trained on is ours."""
+        going = bool(super().setup_stage(grid, context, state))
+        state.nid_to_fitins = {node: RecordDict(self._content) for node in state.nid_to_fitins}
+        return _without_the_lost(state) and going
+
+    def share_keys_stage(self, grid: Grid, context: Any, state: Any) -> bool:
+        """Flower's."""
+        return bool(super().share_keys_stage(grid, context, state)) and _without_the_lost(state)
+
+
+def _without_the_lost(state: Any) -> bool:
+    """Forget who has dropped out: nobody has masked anything with them yet. Are enough left?"""
+    state.sampled_node_ids = set(state.active_node_ids)
+    near = state.nid_to_neighbours.items()
+    state.nid_to_neighbours = {node: own & state.active_node_ids for node, own in near if node in state.active_node_ids}
+    return all(len(own) >= state.threshold for own in state.nid_to_neighbours.values())
 
 
 def client_app(prepare: Prepare) -> ClientApp:
     """What runs at a node: `prepare` makes the experiment ready there, and is called once a process or more often."""
-    app = ClientApp()
+    app = ClientApp(mods=[_masked])
 
     @app.query()
     def find(message: Message, context: Context) -> Message:
@@ -115,25 +282,44 @@ def client_app(prepare: Prepare) -> ClientApp:
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        simulation, algorithm = prepare()
+        simulation, algorithm, secure = prepare(context)
+        if bool(secure) != (RECORD_KEY_CONFIGS in message.content):
+            raise Unfit("the server and this node do not agree on whether payloads are masked.")
         client, ask = int(context.node_config["partition-id"]), dict[str, Any](message.content.config_records["ask"])
-        sent = tensors(message.content.array_records["shared"])
+        sent, round = tensors(message.content.array_records["shared"]), int(ask["round"])
         shared = fitted(algorithm.broadcast(simulation.begin(algorithm)), sent)
-        kept = algorithm.client_init(shared)
+        keepsake = Keepsake(context.node_config.get("state-dir"), str(ask["run"]), client)
         if "kept" in context.state:
-            kept = fitted(kept, tensors(context.state.array_records["kept"]))
-        done, kept = simulation.alone(
-            algorithm, shared, client, kept, int(ask["round"]), float(ask["lr"]), bool(ask["score"])
+            keepsake.given(tensors(context.state.array_records["kept"]))
+        before = keepsake.before(round, algorithm.client_init(shared))
+        done, after = simulation.alone(
+            algorithm, shared, client, before, round, float(ask["lr"]), bool(ask["score"]) and not secure
         )
-        context.state["kept"] = arrays(kept)
-        return Message(RecordDict({"found": arrays(told(done))}), reply_to=message)
+        if secure:
+            loss = done.loss[0] * done.total["weight"]
+            masked = masking.vector(done.total, loss, algorithm.scales, secure)
+            told = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([masked.numpy()]), 1, {})
+            answer = fitres_to_recorddict(told, keep_input=True)
+        else:
+            answer = RecordDict({"found": arrays(findings(done))})
+        context.state["kept"] = arrays(keepsake.keep(round, before, after))
+        return Message(answer, reply_to=message)
 
     return app
 
 
-def told(done: Outcome) -> State:
-    """What of a client's round goes to the server: all but what it keeps."""
-    names = ("total", "sound", "keepable", "loss", "distance", "exhibit")
+def _masked(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+    """Flower's part of secure aggregation at a node, where it is asked for."""
+    return (secaggplus_mod if RECORD_KEY_CONFIGS in message.content else _unmasked)(message, context, call_next)
+
+
+def _unmasked(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+    return call_next(message, context)
+
+
+def findings(done: Outcome) -> State:
+    """What of a client's round goes to the server in clear."""
+    names = ("total", "sound", "keepable", "loss", "distance")
     found = {name: getattr(done, name) for name in names}
     return found if done.hits is None else found | {"hits": done.hits}
 
@@ -141,15 +327,20 @@ def told(done: Outcome) -> State:
 def outcome(reply: Message, form: State, score: bool) -> Outcome:
     """A client's round as it was told, if it has the form it must have."""
     if reply.has_error():
-        raise Unfit(f"the node failed: {reply.error.reason}")
-    found = reply.content.get("found")
+        raise Unfit(_reason(reply))
+    return told(reply.content.get("found"), form, score)
+
+
+def told(found: Any, form: State, score: bool) -> Outcome:
+    """A client's round, from whatever stands where its findings should."""
     if not isinstance(found, ArrayRecord):
         raise Unfit("the answer holds no arrays by the name 'found'.")
-    flat = tensors(found)
-    exhibit = {name: value for name, value in flat.items() if name.startswith("exhibit::")}
-    told = fitted(form if score else {k: v for k, v in form.items() if k != "hits"}, flat, besides=exhibit)
-    shown = tree.unflatten(exhibit).get("exhibit", {})
-    return Outcome(kept={}, hits=told.pop("hits", None), exhibit=shown, seconds=dict, **told)
+    form = form if score else {name: part for name, part in form.items() if name != "hits"}
+    most = sum(value.numel() * value.element_size() for value in tree.flatten(form).values()) + SPARE
+    if found.count_bytes() > most:
+        raise Unfit(f"it has {found.count_bytes():,} bytes, and not {most:,} at most.")
+    parts = fitted(form, tensors(found))
+    return Outcome(kept={}, hits=parts.pop("hits", None), exhibit={}, seconds=dict, **parts)
 
 
 def arrays(state: State) -> ArrayRecord:
@@ -158,32 +349,44 @@ def arrays(state: State) -> ArrayRecord:
 
 
 def tensors(record: ArrayRecord) -> Params:
-    """What Flower carried, flat as it came; nothing in it is ever unpickled."""
-    try:
-        return dict(record.to_torch_state_dict())
-    except (ValueError, TypeError, EOFError, OSError) as error:
-        raise Unfit(f"it cannot be read: {error}") from error
+    """What Flower carried, flat as it came; nothing in it is ever unpickled, and no size believed."""
+    return {name: read_array(array.data) for name, array in record.items()}
 
 
-def simulate(serve: Callable[[Nodes], None], ready: Ready, prepare: Prepare) -> None:
+def simulate(serve: Callable[[Nodes], None], ready: Ready, prepare: Callable[[], Ready]) -> None:
     """Run `serve` as the server of Flower's simulation engine, with a node for each client, on one core at a time."""
     server = ServerApp()
 
     @server.main()
     def main(grid: Grid, context: Context) -> None:
-        serve(Nodes(grid, ready))
+        serve(Nodes(grid, context, ready))
 
     resources: dict[str, Any] = {"num_cpus": 1, "num_gpus": 0.0}
     with _quiet():
         run_simulation(
             server,
-            client_app(prepare),
+            client_app(lambda _: prepare()),
             num_supernodes=ready.simulation.cohort.data.clients,
             backend_config={
                 "client_resources": resources,
                 "init_args": {"num_cpus": os.cpu_count() or 1},
             },
         )
+
+
+def _bytes(content: RecordDict) -> int:
+    """The size of a message's content as it is put on the wire."""
+    return int(recorddict_to_proto(content).ByteSize())
+
+
+def _reason(reply: Message) -> str:
+    """Why a node failed: the last line of what it said."""
+    lines = [line.strip() for line in str(reply.error.reason).splitlines() if line.strip()]
+    return f"the node failed: {lines[-1] if lines else 'it did not say why.'}"
+
+
+def _listed(refused: dict[int, str]) -> str:
+    return "; ".join(f"client {client}: {reason}" for client, reason in sorted(refused.items()))
 
 
 @contextlib.contextmanager

@@ -1,7 +1,10 @@
 """What clients send, added up: sums, and beside them what an algorithm declares to need client by client."""
 
-from collections.abc import Collection, Sequence
+import io
+import math
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,19 +40,35 @@ class Unfit(Exception):
     """A state that came from outside and is not what it must be: says in what."""
 
 
-def fitted(form: State, flat: Params, besides: Collection[str] = ()) -> State:
-    """The flat tensors in the order and nesting of `form`, if they have its names, shapes and types and no others.
-
-    Names in `besides` may be there and are left out.
-    """
+def fitted(form: State, flat: Params) -> State:
+    """The flat tensors in the order and nesting of `form`, if they have its names, shapes and types and no others."""
     wanted = tree.flatten(form)
-    for name in wanted.keys() ^ (flat.keys() - set(besides)):
+    for name in sorted(wanted.keys() ^ flat.keys()):
         raise Unfit(f"'{name}' is missing." if name in wanted else f"'{name}' is not expected.")
     for name, like in wanted.items():
         if flat[name].shape != like.shape or flat[name].dtype != like.dtype:
             here, there = (f"{one.dtype} {list(one.shape)}" for one in (flat[name], like))
             raise Unfit(f"'{name}' is {here}, and not {there}.")
     return tree.filled(form, flat)
+
+
+def read_array(data: bytes) -> Tensor:
+    """The tensor in the bytes of a .npy file that came from outside: nothing is unpickled, no size is believed."""
+    try:
+        file = io.BytesIO(data)
+        major, minor = np.lib.format.read_magic(file)
+        if (major, minor) != (1, 0):
+            raise ValueError(f"its format is {major}.{minor}, and not 1.0")
+        shape, transposed, dtype = np.lib.format.read_array_header_1_0(file, max_header_size=2**12)
+        if dtype.hasobject or dtype.kind not in "fiub" or not dtype.isnative:
+            raise ValueError(f"numbers of type {dtype} are not taken")
+        if transposed and len(shape) > 1:
+            raise ValueError("its columns come before its rows")
+        if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(data) - file.tell():
+            raise ValueError(f"{len(data) - file.tell()} bytes are no {dtype} {list(shape)}")
+        return torch.from_numpy(np.frombuffer(data, dtype, offset=file.tell()).reshape(shape).copy())
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError, OverflowError, EOFError) as error:
+        raise Unfit(f"an array cannot be read: {str(error).splitlines()[0] if str(error) else error!r}.") from error
 
 
 def finite(state: State) -> Tensor:

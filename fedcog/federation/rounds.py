@@ -155,7 +155,10 @@ class Federation:
         found |= {"hits": self.scorer.hits(server)} if due else {}
         read = tree.read(found)  # the round's only look at the device
         clock.lap("evaluation")
-        report = gathered.settle(read["client"])
+        report = gathered.settle(read.get("client", {}))
+        heard = max(len(clients) - len(report.skipped), 1)
+        sizes: dict[str, float | int] = {"down": tree.nbytes(work.shared), "up": _share(gathered.total, heard)}
+        local = [sizes | line for line in report.local]  # where it was measured on the wire, that counts
         if not read["finite"]:
             raise Diverged([], round)
         self.server, self._hits = server, read.get("hits")
@@ -172,8 +175,14 @@ class Federation:
             line |= {"personal_accuracy": sum(personal) / len(personal)} if personal else {}
         seconds = dict(report.seconds)
         seconds["evaluation"] += clock.seconds()["evaluation"] if due else 0.0
-        line |= {"local": report.local, "seconds": seconds | {"total": time.perf_counter() - work.began}}
+        line |= {"local": local, "seconds": seconds | {"total": time.perf_counter() - work.began}}
         return Round(line, server, report.exhibit)
+
+
+def _share(total: State, clients: int) -> int:
+    """The bytes that each of so many clients sent, given the sum: of what comes client by client its share."""
+    each = total.get("each", {})
+    return tree.nbytes(total) - tree.nbytes(each) + tree.nbytes(each) // clients
 
 
 def federate(

@@ -36,7 +36,7 @@ class Store:
 
     def rows(self, clients: Sequence[int], kept: State) -> list[State]:
         """Stacked states one by one, each where there is room for it."""
-        size = sum(value.nbytes for value in tree.flatten(kept).values()) // max(len(clients), 1)
+        size = tree.nbytes(kept) // max(len(clients), 1)
         near = sorted(self._kept.keys() | set(clients))[: self._room // max(size, 1)]
         here, host = set(near), torch.device("cpu")
         states = [tree.apply(torch.clone, tree.pick(kept, row)) for row in range(len(clients))]

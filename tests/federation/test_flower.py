@@ -36,6 +36,9 @@ def test_flower_comes_to_what_the_simulator_comes_to(name: str, tmp_path: Path) 
     for mine, theirs in zip(here.lines, there.lines, strict=True):
         assert mine["accuracy"] == theirs["accuracy"]
         for own, other in zip(mine["local"], theirs["local"], strict=True):
+            for way in ("up", "down"):  # here the numbers alone; there also names, forms and a few findings
+                assert own[way] < other[way] < own[way] + 8000
+                own[way] = other[way]
             assert own == pytest.approx(other, abs=1e-5)
     servers = [tree.flatten(RunDirectory(run.path).load().server) for run in (here, there)]  # type: ignore[union-attr]
     assert servers[0].keys() == servers[1].keys()

@@ -27,10 +27,6 @@ def test_what_fits_takes_the_nesting_and_order_of_the_form() -> None:
     assert torch.equal(found["delta"]["b"], torch.arange(3.0))
 
 
-def test_what_may_be_there_beside_is_left_out() -> None:
-    assert "more" not in fitted(FORM, good() | {"more": torch.ones(1)}, besides=["more"])
-
-
 names = st.sampled_from(["delta::w", "delta::b", "weight", "delta", "delta::w::x", "buffers", "", "::", "else"])
 shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 dtypes = st.sampled_from([torch.float32, torch.float64, torch.int64, torch.bool, torch.bfloat16])

@@ -52,7 +52,10 @@ def test_the_line_of_a_round() -> None:
     assert (first["round"], second["round"]) == (1, 2)
     assert first["clients"] == [0, 1, 2]
     local = second["local"][1]
-    assert local.keys() == {"client", "loss", "distance", "accuracy", "own_accuracy", "own_accuracy_before"}
+    scores = {"accuracy", "own_accuracy", "own_accuracy_before"}
+    assert local.keys() == {"client", "loss", "distance", "down", "up", *scores}
+    size = sum(value.nbytes for value in small.model.params.values())
+    assert (local["down"], local["up"]) == (size, size + 16)  # in float64; up: also its weight, and that it is one
     assert second["seconds"].keys() == {"generation", "training", "evaluation", "total"}
     counts, before = small.backend.counts[1], None
     fresh = Small(FedAvg(), rounds=1)

@@ -41,6 +41,7 @@ def page(paths: Sequence[Path], *, title: str | None = None, target: float | Non
         ("partition", "Who holds what", sections.partition(runs, federations)),
         ("generated", "Generated inputs", pictures.generated(runs)),
         ("clients", "Clients", sections.clients(groups)),
+        ("traffic", "What was sent", sections.traffic(groups)),
         ("time", "Where time goes", sections.time(groups)),
         ("settings", "Settings", provenance.choices(groups) + provenance.making(runs)),
     ]
@@ -112,6 +113,12 @@ def _faults(groups: Sequence[Group]) -> str:
         left_out = sum(len(line.get("skipped", ())) for run in each.runs for line in run.lines)
         if left_out:
             found.append(f"{each.label}: {left_out} times a client was left out of a round: its update was not finite.")
+        refused = [one for run in each.runs for line in run.lines for one in line.get("refused", ())]
+        if refused:
+            found.append(
+                f"{each.label}: {len(refused)} times a round went on without a client; the first time, client "
+                f"{refused[0]['client']}: {refused[0]['why']}"
+            )
     return "".join(f'<p class="warning">{text(words)}</p>' for words in found)
 
 

@@ -1,12 +1,13 @@
-"""Sections of a page: who holds what, what becomes of the clients' models, and where time goes."""
+"""Sections of a page: who holds what, what becomes of the clients' models, what was sent, and where time goes."""
 
+import statistics
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from fedcog.experiments.report import figures, readings
 from fedcog.experiments.report.figures import Curve, look, partition_figure
-from fedcog.experiments.report.markup import figure, listed, text
+from fedcog.experiments.report.markup import figure, listed, table, text
 from fedcog.experiments.report.readings import Federation
 from fedcog.experiments.run import Run
 from fedcog.experiments.summary import Group
@@ -51,8 +52,8 @@ def _counts(counts: Tensor, names: Sequence[str]) -> str:
         + "</tr>"
         for client, row in enumerate(counts.tolist())
     )
-    table = f'<table><thead><tr><th scope="col">client</th>{head}</tr></thead><tbody>{rows}</tbody></table>'
-    return f'<details><summary>As a table</summary><div class="scroll counts" tabindex="0">{table}</div></details>'
+    whole = f'<table><thead><tr><th scope="col">client</th>{head}</tr></thead><tbody>{rows}</tbody></table>'
+    return f'<details><summary>As a table</summary><div class="scroll counts" tabindex="0">{whole}</div></details>'
 
 
 def clients(groups: Sequence[Group]) -> str:
@@ -110,6 +111,33 @@ def _dumbbell(each: Group) -> str:
                 words = f"Each client of round {line['round']} (seed {run.experiment.seed}): accuracy before and after."
                 return figure(figures.dumbbell_figure(clients), words)
     return ""
+
+
+def traffic(groups: Sequence[Group]) -> str:
+    """Bytes that a client is sent and sends in a round, by algorithm."""
+    first: float | None = None
+    rows = ""
+    for each in groups:
+        down, up = (
+            [size for run in each.runs for line in run.lines for size in readings.local(line, way) if size is not None]
+            for way in ("down", "up")
+        )
+        if not down or not up:
+            continue
+        mean, whole = statistics.fmean(up), sum(down) + sum(up)
+        first = mean if first is None else first
+        cells = f"{statistics.fmean(down):,.0f}", f"{mean:,.0f}", f"{mean / first:.2f} x", f"{whole / 1e6:,.1f}"
+        rows += f'<tr><th scope="row">{text(each.label)}</th>'
+        rows += "".join(f'<td class="number">{cell}</td>' for cell in cells) + "</tr>"
+    if not rows:
+        return "<p>No round is finished, so nothing has been sent.</p>"
+    heads = "", "bytes down", "bytes up", "up, beside the first", "all runs, MB"
+    head = "".join(f'<th class="number" scope="col">{name}</th>' for name in heads)
+    words = (
+        "Bytes that a client is sent and sends in a round, mean over clients, rounds and seeds. On Flower they are "
+        "measured on the wire; in the simulator they are those of the numbers themselves, as they would be sent."
+    )
+    return f"<p>{words}</p>{table(head, rows)}"
 
 
 def time(groups: Sequence[Group]) -> str:

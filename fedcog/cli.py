@@ -1,4 +1,4 @@
-"""fedcog run | compare | report | list | partition | data: parse, call, print."""
+"""fedcog run | compare | report | list | partition | data | deploy: parse, call, print."""
 
 import argparse
 import contextlib
@@ -16,7 +16,7 @@ import fedcog
 from fedcog import console, flags
 from fedcog.algorithms import ALGORITHMS, Algorithm
 from fedcog.data import SOURCES, DataError, PartitionError, sources
-from fedcog.experiments import record, summary
+from fedcog.experiments import deploy, record, summary
 from fedcog.experiments.catalogue import catalogue, markdown
 from fedcog.experiments.compare import compare, places
 from fedcog.experiments.config import Experiment, name_of, read_experiment
@@ -197,6 +197,15 @@ def _data(options: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
+def _deploy(options: argparse.Namespace, rest: list[str]) -> int:
+    values, faults = flags.given(options, rest)
+    experiment = read_experiment(values, faults, options.known)
+    own = {"data": options.test_data or "", "classes": options.classes or ""}
+    deploy.init(Path(options.directory), experiment, host=options.host, port=options.port, **own)
+    console.say(f"a federation of {experiment.clients} nodes: {Path(options.directory) / 'README.md'}", options.style)
+    return 0
+
+
 def _ready(values: dict[str, Any], faults: list[str], known: Mapping[str, type[Algorithm]]) -> Experiment:
     """The experiment that the settings describe, with its data and device there; else every fault."""
     try:
@@ -262,6 +271,20 @@ def _parser(algorithms: Mapping[str, type[Algorithm]]) -> argparse.ArgumentParse
     shares = _command_parser(commands, "partition", _partition, "show who would hold what", "[FILE.toml]")
     shares.add_argument("--figure", metavar="FILE.svg", help="draw it, too")
     flags.add_experiment(shares, algorithms)
+
+    there = commands.add_parser("deploy", help="lay out a federation of real machines, on Flower")
+    steps = there.add_subparsers(title="actions", metavar="ACTION", required=True)
+    text = "write certificates, node keys, settings and commands for a small federation"
+    lay = _command_parser(steps, "init", _deploy, text)
+    lay.usage = "fedcog deploy init DIR [FILE.toml] [flags]"
+    lay.add_argument("directory", metavar="DIR", help="a new folder; --clients says for how many nodes")
+    lay.add_argument("--host", default="127.0.0.1", help="where nodes reach the server (default: 127.0.0.1)")
+    lay.add_argument("--port", type=int, default=9092, help="and at which port (default: 9092)")
+    lay.add_argument("--classes", metavar="A,B,...", help="if nodes bring data of their own: the names of all classes")
+    lay.add_argument(
+        "--test-data", metavar="PLACE", help="and the server's test examples: folder, .npz, MODULE:FUNCTION"
+    )
+    flags.add_experiment(lay, algorithms)
 
     data = commands.add_parser("data", help="list data sets, get one, or show where they are looked for")
     actions = data.add_subparsers(title="actions", metavar="ACTION", required=True, dest="action")

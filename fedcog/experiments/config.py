@@ -148,10 +148,10 @@ class Experiment:
     def to_toml(self) -> str:
         """All settings as a TOML file that `read_toml` reads."""
         values = self.to_dict()
-        lines = [f"{key} = {_toml(value)}" for key, value in values.items() if not isinstance(value, dict)]
+        lines = [f"{key} = {toml(value)}" for key, value in values.items() if not isinstance(value, dict)]
         for name, table in values.items():
             if isinstance(table, dict):
-                lines += ["", f"[{_key(name)}]", *(f"{_key(key)} = {_toml(value)}" for key, value in table.items())]
+                lines += ["", f"[{_key(name)}]", *(f"{_key(key)} = {toml(value)}" for key, value in table.items())]
         return "\n".join(lines) + "\n"
 
     @property
@@ -172,10 +172,10 @@ class Experiment:
 
 def _key(name: str) -> str:
     """A name in TOML: bare where it may be."""
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml(name)
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml(name)
 
 
-def _toml(value: Any) -> str:
+def toml(value: Any) -> str:
     """A value in TOML, which JSON is but for one character."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 

@@ -14,6 +14,7 @@ from fedcog.experiments.turns import Running, Turn
 from fedcog.federation import masking
 from fedcog.federation.rounds import Diverged, round_half_up
 from fedcog.settings import ConfigError
+from fedcog.tree import State
 
 if TYPE_CHECKING:
     from fedcog.experiments.run import Run
@@ -84,16 +85,13 @@ def on_flower(running: Running) -> "Run | Diverged":
         def serve(nodes: "Nodes") -> None:  # in a thread of Flower's
             with surroundings(experiment.threads, experiment.tf32):
                 try:
-                    ended.append(_driven(running, turn, nodes))
+                    ended.append(driven(running, turn, nodes))
                 except BaseException as error:
                     ended.append(error)
 
         settings = json.dumps(experiment.to_dict())
         here = flower.Ready(backend, experiment.algorithm, secure(experiment))
-        if here.secure:
-            form, scales = backend.form(here.algorithm, turn.work.shared)["total"], here.algorithm.scales
-            if lacking := masking.lacking(form, scales):
-                raise ConfigError([f"{name_of(here.algorithm)}.scales has none for '{part}'." for part in lacking])
+        lacking_scales(here, turn.work.shared)
         flower.simulate(serve, here, functools.partial(ready, settings))
     if not ended:
         raise RuntimeError("Flower's simulation engine ended before the run did: its log tells more.")
@@ -102,13 +100,21 @@ def on_flower(running: Running) -> "Run | Diverged":
     return ended[0]
 
 
-def _driven(running: Running, turn: Turn, nodes: "Nodes") -> "Run":
+def driven(running: Running, turn: Turn, nodes: "Nodes") -> "Run":
     """The run, each of its rounds gathered from the nodes."""
     try:
         while True:
             turn = running.send(nodes.gather(turn.work))
     except StopIteration as end:
         return cast("Run", end.value)
+
+
+def lacking_scales(ready: "Ready", shared: State) -> None:
+    """Refuse secure aggregation of what no scale is declared for."""
+    if ready.secure:
+        form = ready.simulation.form(ready.algorithm, shared)["total"]
+        if lacking := masking.lacking(form, ready.algorithm.scales):
+            raise ConfigError([f"{name_of(ready.algorithm)}.scales has none for '{part}'." for part in lacking])
 
 
 def secure(experiment: Experiment) -> float:

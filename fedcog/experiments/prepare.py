@@ -34,9 +34,19 @@ SHORT = 10**7
 
 
 class Prepared:
-    """An experiment with its data and network in place, ready for round 1."""
+    """An experiment with its data and network in place, ready for round 1.
 
-    def __init__(self, experiment: Experiment, data: Dataset | None = None, module: nn.Module | None = None) -> None:
+    `data` and `module` are your own. In a real federation most clients' data are elsewhere: `held` says which examples
+    are whose of those that are here.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        data: Dataset | None = None,
+        module: nn.Module | None = None,
+        held: dict[int, Tensor] | None = None,
+    ) -> None:
         self.experiment = experiment
         self.device = find_device(experiment.device)
         if experiment.mapping == "graph" and self.device.type != "cuda":
@@ -52,7 +62,12 @@ class Prepared:
                 ["this run has data or a network of your own: continue it from Python, fedcog.run(..., resume=True)."]
             )
         self.dataset = data if data is not None else sources.load(experiment.dataset, experiment.data_dir or None)
-        self.indices = share_out(experiment, self.dataset)
+        nothing = torch.empty(0, dtype=torch.int64)
+        self.indices = (
+            share_out(experiment, self.dataset)
+            if held is None
+            else [held.get(client, nothing) for client in range(experiment.clients)]
+        )
         dtype = getattr(torch, experiment.precision)
         stored = torch.float32 if dtype == torch.bfloat16 else dtype
         augment = {"auto": self.dataset.augment, "on": True, "off": False}[experiment.augment]

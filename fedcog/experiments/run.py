@@ -108,14 +108,18 @@ def carry_out(
     watch: Watch | None = None,
     stopping: Callable[[], bool] | None = None,
     command: str | None = None,
+    remote: bool = False,
 ) -> Running:
-    """An experiment as it is carried out: it asks for each round's gathering, and returns the run as recorded."""
+    """An experiment as it is carried out: it asks for each round's gathering, and returns the run as recorded.
+
+    Of `remote` clients nothing is here: neither their data, if those are your own, nor what they keep.
+    """
     own: dict[str, Any] = {"dataset": "custom"} if data is not None else {}
     own |= {"model": "custom"} if model is not None else {}
     if data is not None and data.indices is not None:
         own |= {"partition": "given", "clients": len(data.indices)}
     experiment = dataclasses.replace(experiment, **own)
-    if flows(experiment):
+    if flows(experiment) and not remote:
         check_flower(experiment)
     directory = RunDirectory(out or default_out(experiment))
     with directory.locked(), contextlib.ExitStack() as ending:
@@ -123,9 +127,9 @@ def carry_out(
             _check_same(directory, experiment, resume)
         elif directory.load() is not None or directory.lines():
             raise RecordError(f"{directory.path} holds a run whose experiment.toml is gone: choose another --out.")
-        prepared = Prepared(experiment, data, model)
+        prepared = Prepared(experiment, data, model, {} if remote and data is not None else None)
         ending.callback(prepared.backend.cohort.close)
-        start = _restore(directory, prepared) if directory.exists() else 0
+        start = _restore(directory, prepared, remote) if directory.exists() else 0
         directory.begin(experiment, directory.provenance() or _provenance(command, prepared.device))
         directory.save_federation(*prepared.federation())
         directory.rewind(start)
@@ -221,7 +225,7 @@ def _check_same(directory: RunDirectory, experiment: Experiment, resume: bool) -
         )
 
 
-def _restore(directory: RunDirectory, prepared: Prepared) -> int:
+def _restore(directory: RunDirectory, prepared: Prepared, remote: bool) -> int:
     """The rounds already done, with the server's and the clients' state put back as they were then."""
     checkpoint = directory.load()
     if checkpoint is None:
@@ -243,7 +247,7 @@ def _restore(directory: RunDirectory, prepared: Prepared) -> int:
     algorithm = prepared.experiment.algorithm
     newcomer = algorithm.client_init(algorithm.broadcast(prepared.server))
     clients = {str(client): newcomer for client in checkpoint.known}
-    if tree.flatten(newcomer) and not clients:
+    if tree.flatten(newcomer) and not clients and not remote:
         raise RecordError(
             f"the run in {directory.path} went on Flower, whose nodes took with them what clients of "
             f"{name_of(algorithm)} keep: begin it again, with another --out."

@@ -6,6 +6,7 @@ Everything that arrives is checked against the form it must have.
 """
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -42,6 +43,8 @@ from fedcog.federation.payloads import Unfit, finite, fitted, read_array
 from fedcog.federation.rounds import Diverged, Gathered, Report, Work
 from fedcog.federation.simulation import Simulation
 from fedcog.tree import Params, State
+
+__all__ = ["ClientApp", "Context", "Nodes", "Ready", "ServerApp", "client_app", "server_app", "simulate"]
 
 FIND, TRAIN = "query", "train"
 PARTS = ("generation", "training", "evaluation")
@@ -112,6 +115,7 @@ class Nodes:
             client: "no node with this partition is connected." for client in work.clients if client not in there
         }
         asked = {"round": work.round, "lr": work.lr, "score": work.before is not None, "run": self._run}
+        asked |= {"shape": list(self._ready.simulation.cohort.model.input_shape)}
         content: dict[str, Any] = {"shared": arrays(work.shared), "ask": ConfigRecord(cast(Any, asked))}
         gather = self._masked_sum if self._ready.secure else self._sum
         gathered, unheard = gather(work, there, content, ledger)
@@ -286,6 +290,9 @@ def client_app(prepare: Prepare) -> ClientApp:
         if bool(secure) != (RECORD_KEY_CONFIGS in message.content):
             raise Unfit("the server and this node do not agree on whether payloads are masked.")
         client, ask = int(context.node_config["partition-id"]), dict[str, Any](message.content.config_records["ask"])
+        own, shape = list(simulation.cohort.model.input_shape), ask["shape"]
+        if own != shape:
+            raise Unfit(f"this node's examples are of shape {own}, and the federation's of {shape}.")
         sent, round = tensors(message.content.array_records["shared"]), int(ask["round"])
         shared = fitted(algorithm.broadcast(simulation.begin(algorithm)), sent)
         keepsake = Keepsake(context.node_config.get("state-dir"), str(ask["run"]), client)
@@ -351,6 +358,17 @@ def arrays(state: State) -> ArrayRecord:
 def tensors(record: ArrayRecord) -> Params:
     """What Flower carried, flat as it came; nothing in it is ever unpickled, and no size believed."""
     return {name: read_array(array.data) for name, array in record.items()}
+
+
+def server_app(serve: Callable[[dict[str, Any], Callable[[Ready, str, float], Nodes]], None]) -> ServerApp:
+    """What runs at the server: `serve` is handed the app's settings, and a way to its nodes."""
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        serve(dict(context.run_config), functools.partial(Nodes, grid, context))
+
+    return app
 
 
 def simulate(serve: Callable[[Nodes], None], ready: Ready, prepare: Callable[[], Ready]) -> None:

@@ -1,0 +1,185 @@
+"""A small federation laid out as files: certificates, node keys, settings, and the commands that start it."""
+
+import os
+from pathlib import Path
+
+from fedcog.experiments.config import Experiment, layers, name_of, toml
+from fedcog.settings import ConfigError
+
+LINK = "federation"  # the name under which Flower's command line knows the server
+
+APP = '''"""The two halves of a federation, as Flower runs them: one at the server, one at every node.
+
+A network of your own: server_app(network=MyNet) and client_app(network=MyNet), with MyNet in this folder.
+"""
+
+from fedcog.experiments.deployment import client_app, server_app
+
+server = server_app()
+client = client_app()
+'''
+
+SERVER = """#!/bin/sh
+# Start the server. Its record goes to runs/ in this folder, and a server that was killed goes on with it.
+cd "$(dirname "$0")" || exit 1
+export FLWR_TELEMETRY_ENABLED=0 FLWR_HOME="$PWD/flower"
+exec flower-superlink --ssl-ca-certfile ca.crt --ssl-certfile server.crt --ssl-keyfile server.key \\
+    --enable-supernode-auth --database superlink.db --host {bind} --port {port} \\
+    --disable-runtime-dependency-installation
+"""
+
+NODE = """#!/bin/sh
+# Start this node: start.sh [DATA [DEVICE]], where DATA is a folder of images, a .npz file or MODULE:FUNCTION.
+data="$1"
+device="${{2:-auto}}"
+cd "$(dirname "$0")" || exit 1
+export FLWR_TELEMETRY_ENABLED=0 FLWR_HOME="$PWD/flower"
+exec flower-supernode --root-certificates ca.crt --auth-supernode-private-key key --superlink {host}:{port} \\
+    --port {runtime} \\
+    --node-config "partition-id={number} num-partitions={nodes} state-dir='$PWD/state' data='$data' device='$device'"
+"""
+
+REGISTER = """#!/bin/sh
+# Make the nodes known to the server: it listens to no others.
+cd "$(dirname "$0")" || exit 1
+export FLWR_TELEMETRY_ENABLED=0 FLWR_HOME="$PWD/flower"
+for key in ../nodes/*/key.pub; do
+    flwr supernode register "$key" {link} || exit 1
+done
+"""
+
+RUN = """#!/bin/sh
+# Begin the run, or go on with it where its record ends; what it prints is shown.
+cd "$(dirname "$0")" || exit 1
+export FLWR_TELEMETRY_ENABLED=0 FLWR_HOME="$PWD/flower"
+exec flwr run ../app {link} --stream "$@"
+"""
+
+
+def init(folder: Path, experiment: Experiment, *, host: str, port: int, data: str = "", classes: str = "") -> None:
+    """Write all that a federation of `experiment.clients` nodes needs, whose server is reached at `host`:`port`.
+
+    With `classes` the nodes' data are their own and the server's test examples lie at `data`.
+    """
+    try:
+        from fedcog.experiments import certificates  # of `cryptography`, which Flower brings
+    except ImportError:
+        raise ConfigError(["a deployment needs Flower: pip install 'fedcog[flower]'."]) from None
+    _check(folder, experiment, port, classes)
+    nodes = experiment.clients
+    authority, authority_key = certificates.authority()
+    server, server_key = certificates.certificate(authority, authority_key, host)
+    root, values = certificates.pem(authority), {"host": host, "port": port, "nodes": nodes, "link": LINK}
+    _write(folder / "ca.key", certificates.private(authority_key), secret=True)
+    _write(folder / "server" / "ca.crt", root)
+    _write(folder / "server" / "server.crt", certificates.pem(server))
+    _write(folder / "server" / "server.key", certificates.private(server_key), secret=True)
+    bind = "127.0.0.1" if host in ("127.0.0.1", "localhost") else "0.0.0.0"
+    _write(folder / "server" / "start.sh", SERVER.format(bind=bind, **values).encode(), script=True)
+    for number in range(nodes):
+        own, key = folder / "nodes" / f"node-{number}", certificates.new_key()
+        _write(own / "ca.crt", root)
+        _write(own / "key", certificates.openssh(key), secret=True)
+        _write(own / "key.pub", certificates.openssh_public(key) + f" node-{number}\n".encode())
+        text = NODE.format(number=number, runtime=port + 1 + number, **values)
+        _write(own / "start.sh", text.encode(), script=True)
+    link = f'[superlink]\ndefault = "{LINK}"\n\n[superlink.{LINK}]\naddress = "{host}:{port}"\n'
+    link += f"root-certificates = {toml(str((folder / 'server' / 'ca.crt').resolve()))}\n"
+    _write(folder / "admin" / "flower" / "config.toml", link.encode())
+    _write(folder / "admin" / "register.sh", REGISTER.format(**values).encode(), script=True)
+    _write(folder / "admin" / "run.sh", RUN.format(**values).encode(), script=True)
+    _write(folder / "app" / "federation.py", APP.encode())
+    _write(folder / "app" / "pyproject.toml", _app(experiment, data, classes).encode())
+    _write(folder / "README.md", _guide(folder, experiment, host, port, bool(classes)).encode())
+
+
+def _check(folder: Path, experiment: Experiment, port: int, classes: str) -> None:
+    """Refuse what would not start, all faults at once."""
+    faults = []
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        faults.append(f"{folder} is there already: choose a folder that is empty or new.")
+    most = 2**16 - 1 - experiment.clients  # nodes speak to their own processes on the ports that follow
+    if not 1 <= port <= most:
+        faults.append(f"port needs a whole number from 1 to {most}, not {port}.")
+    if experiment.clients > 1000:
+        faults.append(f"clients needs at most 1000 here, a node each, not {experiment.clients}.")
+    for name, layer in layers(experiment.algorithm):
+        if not type(layer).__module__.startswith("fedcog."):
+            faults.append(f"{name} is an algorithm of your own: put it in app/federation.py, algorithms=[{name}].")
+    if classes and experiment.weights != "uniform" and not experiment.weight_cap:
+        faults.append(
+            "clients count by their examples, and nobody knows who has most: set --weight-cap, the number of examples "
+            "from which on a client counts in full, or --weights uniform."
+        )
+    if faults:
+        raise ConfigError(faults)
+
+
+def _app(experiment: Experiment, data: str, classes: str) -> str:
+    """The settings of the app: all of the experiment's, so that any can be changed when it is run."""
+    values = experiment.to_dict() | ({"dataset": "custom", "evaluate_local": False} if classes else {})
+    values = {name: value for name, value in values.items() if name not in ("backend", "mapping", "workers", "device")}
+    own = {"out": "runs/federation", "patience": 600.0, "data": data, "classes": classes}
+    plain = {name: value for name, value in (values | own).items() if not isinstance(value, dict)}
+    lines = [
+        "[build-system]",
+        'requires = ["hatchling>=1.24"]',
+        'build-backend = "hatchling.build"',
+        "",
+        "[project]",
+        'name = "federation"',
+        'version = "0.1.0"',
+        f'description = "{name_of(experiment.algorithm)} on {experiment.clients} nodes"',
+        'license = "Apache-2.0"',
+        'dependencies = ["fedcog[flower]"]',
+        "",
+        "[tool.hatch.build.targets.wheel]",
+        'include = ["*.py"]',
+        "",
+        "[tool.flwr.app]",
+        'publisher = "federation"',
+        "",
+        "[tool.flwr.app.components]",
+        'serverapp = "federation:server"',
+        'clientapp = "federation:client"',
+        "",
+        "# The experiment (fedcog run --help explains its settings) and the deployment: where the server's record is,",
+        "# how many seconds it waits for an answer, where its test examples lie, and the names of all classes.",
+        "[tool.flwr.app.config]",
+        *(f"{name} = {toml(value)}" for name, value in plain.items()),
+    ]
+    for name, table in values.items():
+        if isinstance(table, dict):
+            lines += ["", f"[tool.flwr.app.config.{name}]", *(f"{key} = {toml(value)}" for key, value in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _guide(folder: Path, experiment: Experiment, host: str, port: int, own: bool) -> str:
+    """What to do, in order."""
+    data = " /path/to/its/data" if own else ""
+    return f"""# A federation of {experiment.clients} nodes
+
+{name_of(experiment.algorithm)}, {experiment.rounds} rounds; the server is reached at {host}:{port}.
+
+On every machine, in a Python environment of its own: `pip install 'fedcog[flower]'`.
+
+1. On the server's machine, put `server/` and start it: `sh server/start.sh`
+2. Where you administer it (this folder): `sh admin/register.sh`
+3. Give each `nodes/node-N` to its owner, over a channel you trust: it holds that node's private key. On its machine:
+   `sh node-N/start.sh{data}`
+4. Begin the run: `sh admin/run.sh`
+
+If the server or the run is stopped, do steps 1 and 4 again: it goes on after its last whole round. If a node is
+stopped, start it again: it takes part from the next round on.
+
+`ca.key` signs certificates for new servers: keep it away from all machines. Certificates run out in a year.
+Settings of the experiment are in `app/pyproject.toml`; `sh admin/run.sh --run-config 'rounds=20'` changes one.
+"""
+
+
+def _write(file: Path, content: bytes, *, secret: bool = False, script: bool = False) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o644), "wb") as opened:
+        opened.write(content)
+    if script:
+        file.chmod(0o755)

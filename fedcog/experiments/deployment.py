@@ -1,0 +1,144 @@
+"""A federation of machines: the two halves of an experiment as Flower runs them, a server and its nodes.
+
+An app of Flower names them and its settings are the experiment's; `examples/flower-app` is one.
+"""
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedcog.algorithms import ALGORITHMS, Algorithm
+from fedcog.data import Dataset, places
+from fedcog.experiments.config import Experiment, name_of, read_experiment
+from fedcog.experiments.nodes import check_secure, driven, lacking_scales, secure
+from fedcog.experiments.prepare import Prepared, surroundings
+from fedcog.experiments.record import RunDirectory
+from fedcog.experiments.run import carry_out
+from fedcog.federation.flower import ClientApp, Context, Nodes, Ready, ServerApp
+from fedcog.federation.flower import client_app as flower_client
+from fedcog.federation.flower import server_app as flower_server
+from fedcog.settings import ConfigError
+
+OWN: dict[str, Any] = {"out": "runs/federation", "patience": 600.0, "data": "", "classes": ""}
+"""Settings of a deployment beside those of an experiment: where the server's record goes, how many seconds it waits for
+an answer, where its test examples lie, and the names of all classes; the last two where the data are the nodes' own."""
+
+NODE = {"data-dir": "data_dir", "device": "device", "threads": "threads"}
+"""What a node may decide for itself, by its name in --node-config."""
+
+Network = Callable[[], nn.Module]
+
+
+def server_app(network: Network | None = None, algorithms: Sequence[type[Algorithm]] = ()) -> ServerApp:
+    """The server's half. `network` makes a network of your own, and `algorithms` are known beside ours."""
+
+    def serve(settings: dict[str, Any], nodes: Callable[[Ready, str, float], Nodes]) -> None:
+        experiment, own = read_settings(settings, algorithms)
+        with surroundings(experiment.threads, experiment.tf32):
+            _serve(experiment, own, network, nodes)
+
+    return flower_server(serve)
+
+
+def client_app(network: Network | None = None, algorithms: Sequence[type[Algorithm]] = ()) -> ClientApp:
+    """A node's half, with the same network and algorithms as the server's."""
+
+    @functools.lru_cache(maxsize=1)
+    def ready(settings: str, node: str) -> Ready:
+        experiment, own = read_settings(json.loads(settings), algorithms)
+        here: dict[str, Any] = json.loads(node)
+        device, threads = str(here.get("device", "auto")), int(here.get("threads", 0))
+        change: dict[str, Any] = {"device": device, "threads": threads, "mapping": "loop", "workers": 1}
+        change |= {"data_dir": str(here["data-dir"])} if "data-dir" in here else {}
+        experiment = replace(experiment, **change)
+        data, held = None, None
+        if experiment.dataset == "custom":
+            data = places.read(str(here.get("data", "")), _classes(own))
+            held = {int(here["partition-id"]): torch.arange(len(data.train_y))}
+        if threads:
+            torch.set_num_threads(threads)
+        prepared = Prepared(experiment, data, network() if network else None, held)
+        return Ready(prepared.backend, experiment.algorithm, secure(experiment))
+
+    def prepare(context: Context) -> Ready:
+        return ready(json.dumps(dict(context.run_config)), json.dumps(dict(context.node_config)))
+
+    return flower_client(prepare)
+
+
+def read_settings(
+    settings: Mapping[str, Any], algorithms: Sequence[type[Algorithm]] = ()
+) -> tuple[Experiment, dict[str, Any]]:
+    """The experiment that the settings of an app describe, and what they say of the deployment itself."""
+    own = OWN | {name: value for name, value in settings.items() if name in OWN}
+    values: dict[str, Any] = {}
+    for path, value in settings.items():
+        *parents, name = path.split(".")
+        place = values
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[name] = value
+    known = ALGORITHMS | {cls.__name__: cls for cls in algorithms}
+    experiment = read_experiment({k: v for k, v in values.items() if k not in OWN}, known=known)
+    if experiment.dataset == "custom":  # nobody but a client knows what it holds, and its model is tried on nothing
+        experiment = replace(experiment, evaluate_local=False)
+    faults = check_secure(experiment)
+    if experiment.selection != "uniform" and not experiment.secure_aggregation:
+        faults.append("power-of-choice asks clients for their loss, which nodes are not asked: set selection uniform.")
+    if experiment.dataset == "custom" and experiment.weights != "uniform" and not experiment.weight_cap:
+        faults.append(
+            "clients count by their examples, and nobody knows who has most: set weight_cap, the number of examples "
+            "from which on a client counts in full, or weights = 'uniform'."
+        )
+    if experiment.checkpoint_every != 1:
+        faults.append("nodes remember their last round alone: set checkpoint_every to 1.")
+    if faults:
+        raise ConfigError(faults)
+    return experiment, own
+
+
+def _serve(
+    experiment: Experiment,
+    own: dict[str, Any],
+    network: Network | None,
+    nodes: Callable[[Ready, str, float], Nodes],
+) -> None:
+    """Carry the run out, or go on with it where its record ends."""
+    data: Dataset | None = places.read(str(own["data"]), _classes(own)) if experiment.dataset == "custom" else None
+    rounds = experiment.rounds
+
+    def watch(_: Experiment, line: dict[str, Any]) -> None:
+        score = f", accuracy {line['accuracy']:.2%}" if line.get("accuracy") is not None else ""
+        print(f"round {line['round']} of {rounds}: loss {line['loss']:.4f}{score}", flush=True)
+
+    module = network() if network else None
+    running = carry_out(
+        experiment, own["out"], data=data, model=module, resume=True, watch=watch, command="flwr run", remote=True
+    )
+    try:
+        turn = next(running)
+    except StopIteration as end:
+        run = end.value
+        print(f"{run.path} holds all {rounds} rounds already: set another out to begin anew.", flush=True)
+        return
+    ready = Ready(turn.backend, experiment.algorithm, secure(experiment))
+    lacking_scales(ready, turn.work.shared)
+    started = RunDirectory(own["out"]).provenance().get("started", "")
+    name = hashlib.sha256(f"{experiment.identity} {started}".encode()).hexdigest()[:16]
+    print(f"{name_of(experiment.algorithm)}: waiting for {experiment.clients} nodes", flush=True)
+    run = driven(running, turn, nodes(ready, name, float(own["patience"])))
+    from fedcog.experiments.report import page  # draws: loads matplotlib
+
+    RunDirectory(run.path).save_report(page([run.path]))
+    print(f"done: {run.path / 'report.html'}", flush=True)
+
+
+def _classes(own: Mapping[str, Any]) -> list[str]:
+    """The names of all classes, given with commas between them."""
+    return [name.strip() for name in str(own["classes"]).split(",") if name.strip()]

@@ -24,6 +24,8 @@ from fedcog.experiments.prepare import check_ready, check_runnable, share_out
 from fedcog.experiments.record import RecordError, RunDirectory
 from fedcog.experiments.run import default_out, read, run
 from fedcog.experiments.turns import Interrupted
+from fedcog.federation import ranks
+from fedcog.federation.ranks import RankDied
 from fedcog.federation.rounds import Diverged
 from fedcog.federation.workers import WorkerDied
 from fedcog.flags import Parser
@@ -42,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     except ConfigError as error:
         return console.faults(error.faults)
-    except (DataError, PartitionError, ModelError, RecordError, WorkerDied) as error:
+    except (DataError, PartitionError, ModelError, RankDied, RecordError, WorkerDied) as error:
         return console.faults([str(error)])
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         signs = ("out of memory", "allocate memory", "Storage size calculation overflowed")
@@ -75,6 +77,9 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
         values = flags.merge(there, values)
     experiment = _ready(values, faults, options.known)
     out = Path(options.resume or options.out or default_out(experiment))
+    if ranks.follows():
+        run(experiment, out)  # what there is to say, the process that leads says
+        return 0
     with console.Progress(experiment.rounds, _recorded(out), options.style) as progress:
         console.experiment(experiment, out, options.style)
         with _onward(f"fedcog run --resume {shlex.quote(str(out))}"):
@@ -93,6 +98,8 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
 
 def _compare(options: argparse.Namespace, rest: list[str]) -> int:
     values, faults = flags.given(options, rest)
+    if ranks.started():
+        raise ConfigError(["torchrun is for one run: start fedcog run under it, run by run, or compare without it."])
     experiments, unready = list[Experiment](), list[str]()
     if options.fedcog or options.algorithm is not None or options.seed is not None:
         faults.append("compare takes --algorithms and --seeds, not --algorithm, --fedcog or --seed.")

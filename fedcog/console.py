@@ -1,6 +1,7 @@
 """What the command line shows: progress, tables, faults."""
 
 import io
+import math
 import os
 import signal
 import sys
@@ -109,7 +110,10 @@ class Progress:
             self.bar.update(self.task, completed=self.done, accuracy=accuracy, description=run)
             return
         left = (time.monotonic() - self.began) / (self.done - self.first) * (self.rounds - self.done)
+        private = line.get("privacy")
         loss = "not finite" if line["loss"] is None else f"{line['loss']:{'.4f' if line['loss'] < 1e4 else '.3g'}}"
+        loss = "not told" if private and math.isnan(line["loss"] or 0) else loss
+        accuracy += f" epsilon {private['epsilon']:.3g}" if private else ""
         skipped = f"; left out {', '.join(str(client) for client in line['skipped'])}" if line.get("skipped") else ""
         total = line["seconds"]["total"]
         words = (
@@ -193,9 +197,11 @@ def _warnings(what: Experiment) -> list[str]:
 
 
 def results(runs: Sequence[Run], style: Style) -> None:
-    """Last and best accuracy of every group of runs, mean and deviation over seeds."""
+    """Last and best accuracy of every group of runs, mean and deviation over seeds; what of privacy is spent."""
     if style == "quiet":
         return
+    for words in dict.fromkeys(run.privacy for run in runs if run.privacy):
+        say(words, style)
     scored = [run for run in runs if run.accuracies or run.diverged]
     if not scored:
         say("no round has been evaluated yet", style)

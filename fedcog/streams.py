@@ -6,6 +6,7 @@ number on a CPU, a GPU and a remote node, in any order and in any company. There
 
 import hashlib
 import math
+import os
 from typing import Any
 
 import torch
@@ -64,10 +65,22 @@ def uniform(seed: int, purpose: str, round: int, clients: Tensor, shape: tuple[i
 def normal(seed: int, purpose: str, round: int, clients: Tensor, shape: tuple[int, ...]) -> Tensor:
     """[clients, *shape] standard normal numbers in float32 (Box-Muller in float64, so devices agree to 1e-6)."""
     size = math.prod(shape)
-    unit = (words(seed, purpose, round, clients, -(-size // 4)) + 0.5).to(torch.float64) * 2.0**-32
+    drawn = _gaussian(words(seed, purpose, round, clients, -(-size // 4)))
+    return drawn.flatten(1)[:, :size].reshape(len(clients), *shape).to(torch.float32)
+
+
+def entropy(shape: tuple[int, ...]) -> Tensor:
+    """Standard normal numbers in float32 that nobody can foresee or repeat: of the operating system's entropy."""
+    size = math.prod(shape)
+    drawn = torch.frombuffer(bytearray(os.urandom(16 * -(-size // 4))), dtype=torch.int32) if size else torch.empty(0)
+    return _gaussian(drawn.reshape(-1, 4).long() & _WORD).flatten()[:size].reshape(shape).to(torch.float32)
+
+
+def _gaussian(words: Tensor) -> Tensor:
+    """Four standard normal numbers of every four words: Box-Muller in float64."""
+    unit = (words + 0.5).to(torch.float64) * 2.0**-32
     radius, angle = (-2 * unit[..., :2].log()).sqrt(), 2 * math.pi * unit[..., 2:]
-    pairs = torch.cat([radius * angle.cos(), radius * angle.sin()], dim=-1)
-    return pairs.flatten(1)[:, :size].reshape(len(clients), *shape).to(torch.float32)
+    return torch.cat([radius * angle.cos(), radius * angle.sin()], dim=-1)
 
 
 def permutation(seed: int, purpose: str, round: int, size: int) -> Tensor:

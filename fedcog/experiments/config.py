@@ -5,7 +5,7 @@ import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -96,6 +96,12 @@ class Experiment:
     secure_scale: float = setting(
         1.0, "secure aggregation: factor on the largest numbers that algorithms declare to send", "> 0"
     )
+    privacy: Literal["off", "central", "local"] = setting(
+        "off", "differential privacy of a client: noise on the sum, or on what each client sends"
+    )
+    dp_clip: float = setting(1.0, "privacy: length to which all that a client sends is scaled down", "> 0")
+    dp_noise: float = setting(1.0, "privacy: standard deviation of the noise, in clips", ">= 0")
+    dp_delta: float = setting(1e-5, "privacy: the delta that epsilon is told for", "> 0", "< 1")
     precision: Literal["float32", "bfloat16", "float64"] = setting(
         "float32", "of parameters and arithmetic; bfloat16: products only, the rest in float32"
     )
@@ -126,6 +132,8 @@ class Experiment:
                     f"{name} reads the mean gradient off the way it went, which steps of {self.optimizer} do not "
                     "show: set --optimizer sgd, or choose another algorithm."
                 )
+        if self.privacy != "off":
+            faults += self._bars_to_privacy()
         named = [name for name, _ in layers(self.algorithm)]
         for name in {name for name in named if named.count(name) > 1}:
             faults.append(f"{name} goes around itself: name each algorithm once.")
@@ -135,6 +143,18 @@ class Experiment:
             faults.append(settings.unknown("model", self.model, ["auto", *MODELS]))
         if faults:
             raise ConfigError(faults)
+
+    def _bars_to_privacy(self) -> Iterator[str]:
+        """What a client would tell beside its clipped and noisy payload."""
+        if self.algorithm.uplink != "sum":
+            yield (
+                f"{name_of(self.algorithm)} needs what every client sends apart, and privacy is that of a sum: choose "
+                "an algorithm whose uplink is a sum (fedcog list algorithms)."
+            )
+        if self.selection != "uniform":
+            yield "power-of-choice needs every client's loss in clear, which privacy forbids: set --selection uniform."
+        if self.weights == "examples":
+            yield "with privacy every client counts as one, or its size would be told: set --weights auto."
 
     def to_dict(self) -> dict[str, Any]:
         """All settings, an algorithm's own in a table of its name."""

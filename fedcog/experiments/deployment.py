@@ -6,6 +6,8 @@ An app of Flower names them and its settings are the experiment's; `examples/flo
 import functools
 import hashlib
 import json
+import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,6 +33,8 @@ an answer, where its test examples lie, and the names of all classes; the last t
 
 NODE = {"data-dir": "data_dir", "device": "device", "threads": "threads"}
 """What a node may decide for itself, by its name in --node-config."""
+
+LOG = logging.getLogger("flwr")  # what Flower shows of a run
 
 Network = Callable[[], nn.Module]
 
@@ -63,7 +67,7 @@ def client_app(network: Network | None = None, algorithms: Sequence[type[Algorit
             held = {int(here["partition-id"]): torch.arange(len(data.train_y))}
         if threads:
             torch.set_num_threads(threads)
-        prepared = Prepared(experiment, data, network() if network else None, held)
+        prepared = Prepared(experiment, data, network() if network else None, held, remote=True)
         return Ready(prepared.backend, experiment.algorithm, secure(experiment))
 
     def prepare(context: Context) -> Ready:
@@ -115,7 +119,9 @@ def _serve(
 
     def watch(_: Experiment, line: dict[str, Any]) -> None:
         score = f", accuracy {line['accuracy']:.2%}" if line.get("accuracy") is not None else ""
-        print(f"round {line['round']} of {rounds}: loss {line['loss']:.4f}{score}", flush=True)
+        loss = f": loss {line['loss']:.4f}" if math.isfinite(line["loss"]) else ""
+        spent = f", epsilon {line['privacy']['epsilon']:.3g}" if "privacy" in line else ""
+        LOG.info(f"round {line['round']} of {rounds}{loss}{score}{spent}")
 
     module = network() if network else None
     running = carry_out(
@@ -125,18 +131,18 @@ def _serve(
         turn = next(running)
     except StopIteration as end:
         run = end.value
-        print(f"{run.path} holds all {rounds} rounds already: set another out to begin anew.", flush=True)
+        LOG.info(f"{run.path} holds all {rounds} rounds already: set another out to begin anew.")
         return
     ready = Ready(turn.backend, experiment.algorithm, secure(experiment))
     lacking_scales(ready, turn.work.shared)
     started = RunDirectory(own["out"]).provenance().get("started", "")
     name = hashlib.sha256(f"{experiment.identity} {started}".encode()).hexdigest()[:16]
-    print(f"{name_of(experiment.algorithm)}: waiting for {experiment.clients} nodes", flush=True)
+    LOG.info(f"{name_of(experiment.algorithm)}: waiting for {experiment.clients} nodes")
     run = driven(running, turn, nodes(ready, name, float(own["patience"])))
     from fedcog.experiments.report import page  # draws: loads matplotlib
 
     RunDirectory(run.path).save_report(page([run.path]))
-    print(f"done: {run.path / 'report.html'}", flush=True)
+    LOG.info(f"done: {run.path / 'report.html'}")
 
 
 def _classes(own: Mapping[str, Any]) -> list[str]:

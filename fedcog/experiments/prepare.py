@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import hashlib
+import importlib.util
 import inspect
 import json
 import multiprocessing
@@ -20,6 +21,7 @@ from fedcog.data.partition import Rule
 from fedcog.experiments.config import Experiment, Recorded, RecordedWrapper, layers, name_of
 from fedcog.federation import evaluate, graphs
 from fedcog.federation.cohort import Cohort, Mapping
+from fedcog.federation.privacy import Privacy
 from fedcog.federation.rounds import Schedule, round_half_up
 from fedcog.federation.selection import PowerOfChoice, Selection, Uniform
 from fedcog.federation.simulation import Simulation
@@ -36,8 +38,8 @@ SHORT = 10**7
 class Prepared:
     """An experiment with its data and network in place, ready for round 1.
 
-    `data` and `module` are your own. In a real federation most clients' data are elsewhere: `held` says which examples
-    are whose of those that are here.
+    `data` and `module` are your own. In a real federation clients are `remote`, and most of their data elsewhere:
+    `held` says which examples are whose of those that are here.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Prepared:
         data: Dataset | None = None,
         module: nn.Module | None = None,
         held: dict[int, Tensor] | None = None,
+        remote: bool = False,
     ) -> None:
         self.experiment = experiment
         self.device = find_device(experiment.device)
@@ -90,6 +93,9 @@ class Prepared:
         self.model = Model(module, shape, classes, experiment.batch_size).to(self.device, dtype)
         self.task = SingleLabel(classes)
         mapping, threads = self._mapping()
+        self.privacy = privacy(experiment, self.data.clients, simulated=not remote)
+        if self.privacy and importlib.util.find_spec("dp_accounting") is None:
+            raise ConfigError(["privacy needs an accountant: pip install 'fedcog[privacy]'."])
         cohort = Cohort(
             self.model,
             self.task,
@@ -100,13 +106,14 @@ class Prepared:
             mapping=mapping,
             workers=workers(experiment.workers) if self.device.type == "cpu" else 1,
             threads=threads,
+            privacy=self.privacy,
         )
         self.backend = Simulation(
             cohort,
             local_steps=experiment.local_steps,
             local_epochs=experiment.local_epochs,
             weight_cap=experiment.weight_cap,
-            weights=("uniform" if experiment.selection == "power-of-choice" else "examples")
+            weights=("uniform" if self.privacy or experiment.selection == "power-of-choice" else "examples")
             if experiment.weights == "auto"
             else experiment.weights,
             skip_diverged=experiment.on_divergence == "skip",
@@ -249,6 +256,22 @@ def selection(experiment: Experiment, sizes: list[int]) -> Selection:
             ]
         )
     return PowerOfChoice(tuple(sizes), count, pool, experiment.seed, experiment.choice_loss)
+
+
+def privacy(experiment: Experiment, clients: int, simulated: bool) -> Privacy | None:
+    """What protects so many clients, if anything."""
+    if experiment.privacy == "off":
+        return None
+    return Privacy(
+        experiment.privacy,
+        clip=experiment.dp_clip,
+        noise=experiment.dp_noise,
+        delta=experiment.dp_delta,
+        clients=clients,
+        count=max(1, round_half_up(experiment.participation * clients)),
+        seed=experiment.seed,
+        simulated=simulated,
+    )
 
 
 def model_name(experiment: Experiment, shape: tuple[int, ...]) -> str:

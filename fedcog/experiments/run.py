@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import datetime
+import functools
+import json
 import platform
 import shlex
 import sys
@@ -20,9 +22,11 @@ from fedcog.data import Dataset
 from fedcog.experiments.config import Experiment, name_of
 from fedcog.experiments.divergence import advice
 from fedcog.experiments.nodes import check_flower, flows, on_flower
-from fedcog.experiments.prepare import Prepared, check_runnable, surroundings
+from fedcog.experiments.prepare import Prepared, check_runnable, privacy, surroundings
 from fedcog.experiments.record import Checkpoint, RecordError, RunDirectory
 from fedcog.experiments.turns import Interrupted, Running, Turn, in_step
+from fedcog.federation import ranks
+from fedcog.federation.ranks import RankDied, Ranks
 from fedcog.federation.rounds import Diverged, Federation
 from fedcog.models import build
 from fedcog.tree import State
@@ -67,6 +71,22 @@ class Run:
         """
         return [line["personal_accuracy"] for line in self.lines if line.get("personal_accuracy") is not None]
 
+    @property
+    def privacy(self) -> str:
+        """What of the clients' privacy is spent, in words; empty where none was promised."""
+        spent = self.lines[-1].get("privacy") if self.lines else None
+        if not isinstance(spent, dict):
+            return ""
+        known = privacy(self.experiment, self.experiment.clients, bool(spent.get("simulated", True)))
+        if known is None:
+            return ""
+        epsilon = "without bound" if spent.get("epsilon") is None else f"{spent['epsilon']:.3g}"
+        kind = "simulated privacy (its noise comes from the seed)" if known.simulated else "privacy"
+        return (
+            f"{kind}: epsilon {epsilon} at delta {known.delta:g} after {len(self.lines)} rounds, {known.where} "
+            f"({known.words}); clipped to {known.clip:g}, noise {known.noise:g} clips"
+        )
+
 
 def run(
     experiment: Experiment,
@@ -87,6 +107,8 @@ def run(
     every new round's line; once `stopping` says so, the run ends with `Interrupted` after a whole round.
     """
     own = {"data": data, "model": model, "resume": resume, "watch": watch, "stopping": stopping, "command": command}
+    if ranks.follows():
+        return _follow(_ranks(), experiment, out, data, model)
     with surroundings(experiment.threads, experiment.tf32):
         (finished,) = finish(experiment, [carry_out(experiment, out, **own)])  # type: ignore[arg-type]
         if isinstance(finished, Diverged):
@@ -114,11 +136,7 @@ def carry_out(
 
     Of `remote` clients nothing is here: neither their data, if those are your own, nor what they keep.
     """
-    own: dict[str, Any] = {"dataset": "custom"} if data is not None else {}
-    own |= {"model": "custom"} if model is not None else {}
-    if data is not None and data.indices is not None:
-        own |= {"partition": "given", "clients": len(data.indices)}
-    experiment = dataclasses.replace(experiment, **own)
+    experiment = _with_own(experiment, data, model)
     if flows(experiment) and not remote:
         check_flower(experiment)
     directory = RunDirectory(out or default_out(experiment))
@@ -127,14 +145,14 @@ def carry_out(
             _check_same(directory, experiment, resume)
         elif directory.load() is not None or directory.lines():
             raise RecordError(f"{directory.path} holds a run whose experiment.toml is gone: choose another --out.")
-        prepared = Prepared(experiment, data, model, {} if remote and data is not None else None)
+        prepared = Prepared(experiment, data, model, {} if remote and data is not None else None, remote)
         ending.callback(prepared.backend.cohort.close)
         start = _restore(directory, prepared, remote) if directory.exists() else 0
         directory.begin(experiment, directory.provenance() or _provenance(command, prepared.device))
         directory.save_federation(*prepared.federation())
         directory.rewind(start)
         algorithm, backend = experiment.algorithm, prepared.backend
-        federation = Federation(algorithm, backend, prepared, prepared.schedule, prepared.server)
+        federation = Federation(algorithm, backend, prepared, prepared.schedule, prepared.server, prepared.privacy)
         last: Checkpoint | None = None
         for round in range(start, experiment.rounds):
             work = federation.ask(round)
@@ -157,11 +175,71 @@ def carry_out(
         return Run(directory.path, experiment, directory.lines())
 
 
+def _with_own(experiment: Experiment, data: Dataset | None, model: nn.Module | None) -> Experiment:
+    """The experiment, saying so where data or network are not those it names."""
+    own: dict[str, Any] = {"dataset": "custom"} if data is not None else {}
+    own |= {"model": "custom"} if model is not None else {}
+    if data is not None and data.indices is not None:
+        own |= {"partition": "given", "clients": len(data.indices)}
+    return dataclasses.replace(experiment, **own)
+
+
 def finish(experiment: Experiment, runs: Sequence[Running]) -> list[Run | Diverged]:
     """Runs of an experiment that differ in their seed, carried out to their ends by the backend it asks for."""
     if flows(experiment):
         return [on_flower(running) for running in runs]
+    if ranks.started():
+        (running,) = runs
+        return [_led(_ranks(), running)]
     return in_step(runs)
+
+
+@functools.cache
+def _ranks() -> Ranks:
+    """The processes that torchrun started."""
+    return Ranks()
+
+
+def _led(together: Ranks, running: Running) -> Run | Diverged:
+    """The run, each of its rounds gathered from all processes; however it ends, they are told."""
+    words: dict[str, Any] = {"failed": True}
+    with contextlib.closing(running):
+        try:
+            turn = next(running)
+            while True:
+                turn = running.send(together.gather(turn.backend, turn.algorithm, turn.work))
+        except StopIteration as end:
+            done: Run = end.value
+            words = {"lines": json.dumps(done.lines)}
+            return done
+        except Diverged as error:
+            words = {"diverged": str(error), "round": error.round}
+            return error
+        except RankDied:
+            words = {}
+            raise
+        finally:
+            if words:
+                together.end(words)
+
+
+def _follow(
+    together: Ranks, experiment: Experiment, out: str | Path | None, data: Dataset | None, model: nn.Module | None
+) -> Run:
+    """The run as the leading process carries it out, with this one's help."""
+    with surroundings(experiment.threads, experiment.tf32):
+        experiment = _with_own(experiment, data, model)
+        prepared = Prepared(experiment, data, model)
+        form = experiment.algorithm.broadcast(prepared.server)
+        try:
+            over = together.follow(prepared.backend, experiment.algorithm, form)
+        finally:
+            prepared.backend.cohort.close()
+    if "diverged" in over:
+        raise Diverged([], over["round"], over["diverged"])
+    if "lines" not in over:
+        raise RankDied("the leading process has ended: its own words are above.")
+    return Run(Path(out or default_out(experiment)), experiment, json.loads(over["lines"]))
 
 
 def load(path: str | Path, model: nn.Module | None = None, algorithm: Algorithm | None = None) -> nn.Module:

@@ -21,6 +21,7 @@ from fedcog.federation.memory import clients_that_fit
 from fedcog.federation.outcomes import Outcome, one_after_another
 from fedcog.federation.parties import Party, everybody, outcomes, sent
 from fedcog.federation.payloads import one_alone
+from fedcog.federation.privacy import Privacy
 from fedcog.federation.workers import Duty, Workers
 from fedcog.models import Model, ModelError
 from fedcog.optimiser import Optimiser
@@ -51,8 +52,10 @@ class Cohort:
         mapping: Mapping = "loop",
         workers: int = 1,
         threads: int = 0,
+        privacy: Privacy | None = None,
     ) -> None:
         self._alone, self.model = model, model if mapping == "loop" else model.side_by_side
+        self.privacy = privacy
         self.task, self.data, self.optimiser = task, data, optimiser
         self.batch_size, self.grad_clip, self.mapping, self.workers = batch_size, grad_clip, mapping, workers
         self.threads, self.horizon = threads, 0
@@ -282,8 +285,7 @@ class Cohort:
         clock.lap("evaluation")
         found: State = {"done": done._asdict(), "loss": loss, "exhibit": extra.exhibit}
         found |= {} if hits is None else {"hits": hits}
-        sizes = [len(own) for own in numbers]
-        return outcomes(found if stacked else tree.stack([found]), sizes, count, stacked, clock)
+        return outcomes(found if stacked else tree.stack([found]), parties, round, count, stacked, clock)
 
     def _plan(
         self, algorithm: Algorithm, round: int, numbers: Tensor, steps: int, extra: Extra, stacked: bool

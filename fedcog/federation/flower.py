@@ -32,14 +32,13 @@ from flwr.server import LegacyContext
 from flwr.server.workflow import SecAggPlusWorkflow
 from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD, Key
 from flwr.serverapp import Grid, ServerApp
-from flwr.simulation import run_simulation
 
 from fedcog import tree
 from fedcog.algorithms import Algorithm
 from fedcog.federation import masking
 from fedcog.federation.keepsakes import Keepsake
 from fedcog.federation.outcomes import Outcome, one_after_another
-from fedcog.federation.payloads import Unfit, finite, fitted, read_array
+from fedcog.federation.payloads import NotFinite, Unfit, finite, fitted, joined, read_array
 from fedcog.federation.rounds import Diverged, Gathered, Report, Work
 from fedcog.federation.simulation import Simulation
 from fedcog.tree import Params, State
@@ -139,28 +138,29 @@ class Nodes:
         """What is made of answers in clear, and who gave none that can be used, for what reason."""
         simulation, algorithm, _ = self._ready
         form = simulation.form(algorithm, work.shared)
+        private = simulation.cohort.privacy is not None
+        form = {"total": form["total"]} if private else form
         messages = [Message(RecordDict(content), dst_node_id=node, message_type=TRAIN) for node in there.values()]
         whose = {node: client for client, node in there.items()}
-        answers, odd = dict[int, Outcome](), list[int]()
+        answers, odd = dict[int, State](), list[int]()
         refused = dict.fromkeys(there, "it did not answer in time.")
         for reply in ledger.send_and_receive(messages, timeout=self._patience):
             client = whose[reply.metadata.src_node_id]
             try:
-                answer = outcome(reply, form, score=work.before is not None)
-                if not finite({"total": answer.total, "loss": answer.loss, "distance": answer.distance}):
-                    odd.append(client)
-                    raise Unfit("it holds numbers that are not finite.")
-                answers[client] = answer
+                answers[client] = answer(reply, form, score=work.before is not None)
                 del refused[client]
             except Unfit as error:
                 refused[client] = str(error)
+                odd += [client] if isinstance(error, NotFinite) else []
         heard = sorted(answers)
         if not heard:
             if odd:
                 raise Diverged(sorted(odd), work.round)
             raise RuntimeError(f"in round {work.round + 1} no node gave an answer that can be used. {_listed(refused)}")
-        done = one_after_another([answers[client] for client in heard])
-        weights = torch.stack([answers[client].total["weight"] for client in heard])
+        if private:
+            return _blind(joined([answers[client]["total"] for client in heard]), math.nan, heard), refused
+        weights = torch.stack([answers[client]["total"]["weight"] for client in heard])
+        done = one_after_another([_outcome(answers[client]) for client in heard])
         gathered = simulation.gathered(heard, work.round, work.before, done, [])
         return gathered._replace(findings=gathered.findings | {"weight": weights}), refused
 
@@ -184,13 +184,9 @@ class Nodes:
                 f"{protocol.threshold} must stay to its end. {_listed(refused)}"
             )
         total, loss = masking.total(mean * len(heard), form, algorithm.scales, factor)
-        device = simulation.cohort.data.device
-        local: list[dict[str, float | int]] = [{"client": client} for client in sorted(whose[node] for node in heard)]
-
-        def settle(read: State) -> Report:
-            return Report(loss / float(total["weight"]), local, {}, {}, [], [], {})
-
-        return Gathered(tree.to(total, device), {}, settle), refused
+        mean_loss = math.nan if simulation.cohort.privacy else loss / float(total["weight"])
+        total = tree.to(total, simulation.cohort.data.device)
+        return _blind(total, mean_loss, sorted(whose[node] for node in heard)), refused
 
     def _present(self, clients: list[int]) -> dict[int, int]:
         """The nodes of those clients that are connected. In the first round all are waited for, later any will do."""
@@ -303,14 +299,15 @@ def client_app(prepare: Prepare) -> ClientApp:
             algorithm, shared, client, before, round, float(ask["lr"]), bool(ask["score"]) and not secure
         )
         if secure:
-            loss = done.loss[0] * done.total["weight"]
+            loss = done.loss[0] * done.total["weight"] * (not simulation.cohort.privacy)  # or it would tell too much
             masked = masking.vector(done.total, loss, algorithm.scales, secure)
-            told = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([masked.numpy()]), 1, {})
-            answer = fitres_to_recorddict(told, keep_input=True)
+            result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([masked.numpy()]), 1, {})
+            reply = fitres_to_recorddict(result, keep_input=True)
         else:
-            answer = RecordDict({"found": arrays(findings(done))})
+            found = {"total": done.total} if simulation.cohort.privacy else findings(done)
+            reply = RecordDict({"found": arrays(found)})
         context.state["kept"] = arrays(keepsake.keep(round, before, after))
-        return Message(answer, reply_to=message)
+        return Message(reply, reply_to=message)
 
     return app
 
@@ -331,15 +328,15 @@ def findings(done: Outcome) -> State:
     return found if done.hits is None else found | {"hits": done.hits}
 
 
-def outcome(reply: Message, form: State, score: bool) -> Outcome:
-    """A client's round as it was told, if it has the form it must have."""
+def answer(reply: Message, form: State, score: bool) -> State:
+    """What a client told of its round, if it has the form it must have."""
     if reply.has_error():
         raise Unfit(_reason(reply))
     return told(reply.content.get("found"), form, score)
 
 
-def told(found: Any, form: State, score: bool) -> Outcome:
-    """A client's round, from whatever stands where its findings should."""
+def told(found: Any, form: State, score: bool) -> State:
+    """What a client told, from whatever stands where its findings should."""
     if not isinstance(found, ArrayRecord):
         raise Unfit("the answer holds no arrays by the name 'found'.")
     form = form if score else {name: part for name, part in form.items() if name != "hits"}
@@ -347,7 +344,21 @@ def told(found: Any, form: State, score: bool) -> Outcome:
     if found.count_bytes() > most:
         raise Unfit(f"it has {found.count_bytes():,} bytes, and not {most:,} at most.")
     parts = fitted(form, tensors(found))
-    return Outcome(kept={}, hits=parts.pop("hits", None), exhibit={}, seconds=dict, **parts)
+    if not finite(parts):
+        raise NotFinite("it holds numbers that are not finite.")
+    return parts
+
+
+def _outcome(told: State) -> Outcome:
+    """What a client told, as the outcome of a cohort of one."""
+    rest: State = {"kept": {}, "hits": None, "exhibit": {}, "seconds": dict}
+    return Outcome(**(rest | told))
+
+
+def _blind(total: State, loss: float, heard: list[int]) -> Gathered:
+    """A sum of which no more is known than who is in it, and perhaps their mean loss."""
+    local: list[dict[str, float | int]] = [{"client": client} for client in heard]
+    return Gathered(total, {}, lambda _: Report(loss, local, {}, {}, [], [], {}))
 
 
 def arrays(state: State) -> ArrayRecord:
@@ -373,6 +384,8 @@ def server_app(serve: Callable[[dict[str, Any], Callable[[Ready, str, float], No
 
 def simulate(serve: Callable[[Nodes], None], ready: Ready, prepare: Callable[[], Ready]) -> None:
     """Run `serve` as the server of Flower's simulation engine, with a node for each client, on one core at a time."""
+    from flwr.simulation import run_simulation  # takes a second, which a node would wait for at every message
+
     server = ServerApp()
 
     @server.main()

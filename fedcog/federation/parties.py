@@ -36,16 +36,22 @@ def sent(parties: Sequence[Party]) -> State:
     return tree.join([tree.expand(party.shared, len(party.members.number)) for party in parties])
 
 
-def outcomes(found: State, sizes: Sequence[int], count: int, stacked: bool, clock: Clock) -> list[Outcome]:
+def outcomes(
+    found: State, parties: Sequence[Party], round: int, count: int, stacked: bool, clock: Clock
+) -> list[Outcome]:
     """What each party's round comes to: of its members all, or the first `count`."""
+    sizes = [party.members.number.numel() for party in parties]
     told, start = [], 0
 
     def seconds() -> dict[str, float]:
         return {part: value / len(sizes) for part, value in clock.seconds().items()}
 
-    for size in sizes:
+    for size, party in zip(sizes, parties, strict=True):
         mine = tree.pick(found, slice(start, start + (count or size)))
         one, start = Finish(**mine["done"]), start + size
+        if privacy := party.cohort.privacy:
+            own = party.members.number.reshape(-1)[: count or size]
+            one = one._replace(payload=privacy.sent(one.payload, own, round))
         told.append(
             Outcome(
                 kept=one.kept,

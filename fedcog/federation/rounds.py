@@ -12,6 +12,7 @@ from fedcog import tree
 from fedcog.algorithms import Algorithm
 from fedcog.federation.clock import Clock
 from fedcog.federation.payloads import finite
+from fedcog.federation.privacy import Privacy, takes_part_most
 from fedcog.federation.selection import Asked, Selection
 from fedcog.tree import Params, State
 
@@ -121,9 +122,15 @@ class Federation:
     """A server and its rounds: what each asks of clients, and what comes of the answer."""
 
     def __init__(
-        self, algorithm: Algorithm, backend: Backend, scorer: Scorer, schedule: Schedule, server: State
+        self,
+        algorithm: Algorithm,
+        backend: Backend,
+        scorer: Scorer,
+        schedule: Schedule,
+        server: State,
+        privacy: Privacy | None = None,
     ) -> None:
-        self.algorithm, self.backend, self.scorer = algorithm, backend, scorer
+        self.algorithm, self.backend, self.scorer, self.privacy = algorithm, backend, scorer, privacy
         self.schedule, self.server = schedule, server
         self._hits: Params | None = None
 
@@ -146,9 +153,8 @@ class Federation:
         round, clients, candidates = work.round, work.clients, work.candidates
         clock = Clock(next(iter(tree.flatten(self.server).values())).device)
         with torch.no_grad():
-            server = self.algorithm.server_update(
-                self.server, gathered.total, self.backend.draws(self.algorithm, round)
-            )
+            total = self.privacy.released(gathered.total, round) if self.privacy else gathered.total
+            server = self.algorithm.server_update(self.server, total, self.backend.draws(self.algorithm, round))
         clock.lap("server")
         due = self.schedule.evaluates(round)
         found = {"client": gathered.findings, "finite": finite(server), "readings": server.get("readings", {})}
@@ -168,6 +174,8 @@ class Federation:
         line |= {"forgot": report.forgot} if report.forgot else {}
         refused = [{"client": client, "why": why} for client, why in sorted(report.refused.items())]
         line |= {"refused": refused} if refused else {}
+        if self.privacy:
+            line |= {"privacy": self._budget(self.privacy, round + 1)}
         line |= {name: float(value) for name, value in read.get("readings", {}).items()}
         if self._hits is not None:
             line |= self.scorer.scores(self._hits)
@@ -177,6 +185,12 @@ class Federation:
         seconds["evaluation"] += clock.seconds()["evaluation"] if due else 0.0
         line |= {"local": local, "seconds": seconds | {"total": time.perf_counter() - work.began}}
         return Round(line, server, report.exhibit)
+
+    def _budget(self, privacy: Privacy, rounds: int) -> dict[str, Any]:
+        """What of a client's privacy is spent after so many rounds."""
+        chosen = [self.schedule.selection.candidates(round) for round in range(rounds)]
+        spent = privacy.spent(rounds, takes_part_most(chosen))
+        return {"epsilon": spent, "delta": privacy.delta, "simulated": privacy.simulated}
 
 
 def _share(total: State, clients: int) -> int:

@@ -96,9 +96,15 @@ class Simulation:
         self, algorithm: Algorithm, shared: State, client: int, kept: State, round: int, lr: float, score: bool
     ) -> tuple[Outcome, State]:
         """One client's round, who had kept so much before it, and what it keeps after it."""
-        self.store.put([client], [kept], [True])
-        outcome, (after,) = self._train(algorithm, shared, [client], round, lr, score)
+        outcome, (after,) = self.part(algorithm, shared, {client: kept}, round, lr, score)
         return outcome, after if bool(outcome.sound & outcome.keepable) else kept
+
+    def part(
+        self, algorithm: Algorithm, shared: State, own: dict[int, State], round: int, lr: float, score: bool
+    ) -> tuple[Outcome, list[State]]:
+        """The round of some clients, who had kept so much before it, and what they would keep after it."""
+        self.store.put(list(own), list(own.values()), [True] * len(own))
+        return self._train(algorithm, shared, list(own), round, lr, score)
 
     def form(self, algorithm: Algorithm, shared: State) -> State:
         """What one client's answer to `shared` looks like, as tensors of the right shape and type without content."""

@@ -195,6 +195,9 @@ def _accuracy(groups: Sequence[Group]) -> str:
         figures.curves_figure(accuracy, "test accuracy (%)", size=(4.8, 3.3), percent=True, marks=wakes),
         f"Accuracy of the global model on the test set after each round, mean over seeds.{band}{mark}{uneven}",
     )
+    spent = readings.curves(groups, lambda line: [(line.get("privacy") or {}).get("epsilon")])
+    words = dict.fromkeys(run.privacy for each in groups for run in each.runs if run.privacy)
+    private = "".join(f"<p>{text(one[0].upper() + one[1:])}.</p>" for one in words)
     loss = readings.curves(groups, lambda line: [line.get("loss")])
     if loss:
         drawn += figure(
@@ -202,4 +205,9 @@ def _accuracy(groups: Sequence[Group]) -> str:
             "Loss in local training, averaged over the round's clients by their weight."
             + (" Once FedCOG generates, it is the weighted sum of two losses: another scale." if wakes else ""),
         )
-    return f'<div class="figures uneven">{drawn}</div>'
+    if spent:
+        drawn += figure(
+            figures.curves_figure(spent, "epsilon", size=(4.0, 3.3)),
+            "What of a client's differential privacy is spent after each round, at the delta told above.",
+        )
+    return f'{private}<div class="figures uneven">{drawn}</div>'

@@ -34,9 +34,19 @@ data="$1"
 device="${{2:-auto}}"
 cd "$(dirname "$0")" || exit 1
 export FLWR_TELEMETRY_ENABLED=0 FLWR_HOME="$PWD/flower"
-exec flower-supernode --root-certificates ca.crt --auth-supernode-private-key key --superlink {host}:{port} \\
-    --port {runtime} \\
-    --node-config "partition-id={number} num-partitions={nodes} state-dir='$PWD/state' data='$data' device='$device'"
+about="partition-id={number} num-partitions={nodes} state-dir='$PWD/state' data='$data' device='$device'"
+trap 'kill "$child"; wait "$child"; exit' INT TERM
+while :; do
+    flower-supernode --root-certificates ca.crt --auth-supernode-private-key key --superlink {host}:{port} \\
+        --port {runtime} --node-config "$about" &
+    child=$!
+    wait "$child"
+    echo "node {number} is not connected (exit code $?). Either the server does not know its key (register.sh), or" \\
+        "it was killed and still counts as connected, for a minute at most. Trying again in 10 seconds." >&2
+    sleep 10 &
+    child=$!
+    wait "$child"
+done
 """
 
 REGISTER = """#!/bin/sh

@@ -3,12 +3,14 @@
 An app of Flower names them and its settings are the experiment's; `examples/flower-app` is one.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,7 +46,7 @@ def server_app(network: Network | None = None, algorithms: Sequence[type[Algorit
 
     def serve(settings: dict[str, Any], nodes: Callable[[Ready, str, float], Nodes]) -> None:
         experiment, own = read_settings(settings, algorithms)
-        with surroundings(experiment.threads, experiment.tf32):
+        with surroundings(experiment.threads, experiment.tf32), _warnings_in_the_log():
             _serve(experiment, own, network, nodes)
 
     return flower_server(serve)
@@ -143,6 +145,15 @@ def _serve(
 
     RunDirectory(run.path).save_report(page([run.path]))
     LOG.info(f"done: {run.path / 'report.html'}")
+
+
+@contextlib.contextmanager
+def _warnings_in_the_log() -> Iterator[None]:
+    """Within it, what is warned of goes where the run's other words go."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
+        warnings.showwarning = lambda message, *_, **__: LOG.warning(str(message))
+        yield
 
 
 def _classes(own: Mapping[str, Any]) -> list[str]:

@@ -10,6 +10,7 @@ import functools
 import logging
 import math
 import os
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -71,6 +72,7 @@ class Ledger:
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self.down, self.up, self.failures = dict[int, int](), dict[int, int](), dict[int, str]()
+        self._asked: dict[str, int] = {}
 
     def get_node_ids(self) -> Iterable[int]:
         """The nodes that are connected."""
@@ -84,13 +86,18 @@ class Ledger:
             node = message.metadata.dst_node_id
             self.down[node] = self.down.get(node, 0) + whole
         replies = list(self._grid.send_and_receive(sent, timeout=timeout))
+        self._asked |= {message.metadata.message_id: message.metadata.dst_node_id for message in sent}
         for reply in replies:
-            node = reply.metadata.src_node_id
+            node = self.sender(reply)
             if reply.has_error():
                 self.failures[node] = _reason(reply)
             else:
                 self.up[node] = self.up.get(node, 0) + _bytes(reply.content)
         return replies
+
+    def sender(self, reply: Message) -> int:
+        """The node that a reply is of: for one that is gone, the SuperLink answers in its own name."""
+        return self._asked.get(reply.metadata.reply_to_message_id, reply.metadata.src_node_id)
 
 
 class Nodes:
@@ -145,7 +152,7 @@ class Nodes:
         answers, odd = dict[int, State](), list[int]()
         refused = dict.fromkeys(there, "it did not answer in time.")
         for reply in ledger.send_and_receive(messages, timeout=self._patience):
-            client = whose[reply.metadata.src_node_id]
+            client = whose[ledger.sender(reply)]
             try:
                 answers[client] = answer(reply, form, score=work.before is not None)
                 del refused[client]
@@ -411,9 +418,10 @@ def _bytes(content: RecordDict) -> int:
 
 
 def _reason(reply: Message) -> str:
-    """Why a node failed: the last line of what it said."""
-    lines = [line.strip() for line in str(reply.error.reason).splitlines() if line.strip()]
-    return f"the node failed: {lines[-1] if lines else 'it did not say why.'}"
+    """Why a node failed, in the words of the exception that it raised, where there is one."""
+    said = " ".join(str(reply.error.reason).split())
+    raised = re.search(r"<class '[^']*'>:<'(.*)'>", said)
+    return f"the node failed: {(raised[1] if raised else said)[:500] or 'it did not say why.'}"
 
 
 def _listed(refused: dict[int, str]) -> str:

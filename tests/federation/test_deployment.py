@@ -1,6 +1,7 @@
 """A real deployment on loopback: TLS, nodes that prove who they are, and everything that goes wrong."""
 # ruff: noqa: E402
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,17 +18,19 @@ from fedcog import tree
 from fedcog.experiments.record import RunDirectory
 from tests.federation.link import Link, federation
 
-SMALL = ["--rounds", "2", "--local-steps", "3", "--batch-size", "8", "--threads", "1"]
-COG = ["--algorithm", "fedprox+fedcog", "--start-round", "1", "--fedcog.count", "6", "--fedcog.steps", "2"]
+EXAMPLE = Path(__file__).parents[2] / "examples" / "flower-app"
 
 
 def test_a_deployment_comes_to_what_the_simulator_comes_to(tmp_path: Path) -> None:
-    with federation(tmp_path, 3, *SMALL, *COG) as link:
+    """The app of the examples, and with it another algorithm."""
+    with federation(tmp_path, 3) as link:
+        shutil.rmtree(tmp_path / "fed" / "app")
+        shutil.copytree(EXAMPLE, tmp_path / "fed" / "app")
         for number in range(3):
             link.start(f"node-{number}", f"nodes/node-{number}/start.sh", "", "cpu")
         for name in ("scaffold", "fedprox+fedcog"):
             out = tmp_path / name
-            link.run(algorithm=name, out=str(out))
+            link.run(algorithm=name, out=str(out), threads=1)
             link.wait_for_rounds(2, out=out)
             link.wait(lambda: "report.html" in link.said("run"), 60, "the run is done")
             link.end("run")

@@ -49,6 +49,7 @@ __all__ = ["ClientApp", "Context", "Nodes", "Ready", "ServerApp", "client_app", 
 FIND, TRAIN = "query", "train"
 PARTS = ("generation", "training", "evaluation")
 NEIGHBOURS = 33  # in SecAgg+, how many clients at most share in a client's secret
+FINDING = 120.0  # seconds at most that a node may take to say which partition it holds
 SPARE = 2**16  # bytes that an answer may be larger than what it must hold: names and headers
 
 
@@ -154,7 +155,10 @@ class Nodes:
         for reply in ledger.send_and_receive(messages, timeout=self._patience):
             client = whose[ledger.sender(reply)]
             try:
-                answers[client] = answer(reply, form, score=work.before is not None)
+                found = answer(reply, form, score=work.before is not None)
+                if bool((found.get("hits", simulation.totals) > simulation.totals).any()):
+                    raise Unfit("it tells of more right answers than there are.")
+                answers[client] = found
                 del refused[client]
             except Unfit as error:
                 refused[client] = str(error)
@@ -214,7 +218,8 @@ class Nodes:
     def _find(self, nodes: set[int]) -> None:
         """Ask nodes which partition they hold."""
         messages = [Message(RecordDict(), dst_node_id=node, message_type=FIND) for node in nodes]
-        for reply in self._grid.send_and_receive(messages, timeout=self._patience) if messages else ():
+        patience = None if self._patience is None else min(self._patience, FINDING)
+        for reply in self._grid.send_and_receive(messages, timeout=patience) if messages else ():
             own: Any = None if reply.has_error() else reply.content.get("node")
             number = own.get("partition-id") if isinstance(own, ConfigRecord) else None
             if isinstance(number, int) and 0 <= number < self._ready.simulation.cohort.data.clients:
@@ -330,8 +335,7 @@ def _unmasked(message: Message, context: Context, call_next: Callable[[Message, 
 
 def findings(done: Outcome) -> State:
     """What of a client's round goes to the server in clear."""
-    names = ("total", "sound", "keepable", "loss", "distance")
-    found = {name: getattr(done, name) for name in names}
+    found = {"total": done.total, "loss": done.loss, "distance": done.distance}
     return found if done.hits is None else found | {"hits": done.hits}
 
 
@@ -353,12 +357,16 @@ def told(found: Any, form: State, score: bool) -> State:
     parts = fitted(form, tensors(found))
     if not finite(parts):
         raise NotFinite("it holds numbers that are not finite.")
+    weight, count = float(parts["total"]["weight"]), float(parts["total"].get("count", 1))
+    if not 0 < weight <= 1 or count != 1 or bool((parts.get("hits", torch.zeros(1)) < 0).any()):
+        raise Unfit(f"it counts as {count:g} clients of weight {weight:g}, or counts below zero.")
     return parts
 
 
 def _outcome(told: State) -> Outcome:
-    """What a client told, as the outcome of a cohort of one."""
-    rest: State = {"kept": {}, "hits": None, "exhibit": {}, "seconds": dict}
+    """What a client told, as the outcome of a cohort of one; it is finite, or it would have been refused."""
+    fine = torch.ones(1, dtype=torch.bool)
+    rest: State = {"kept": {}, "hits": None, "exhibit": {}, "seconds": dict, "sound": fine, "keepable": fine}
     return Outcome(**(rest | told))
 
 

@@ -110,7 +110,6 @@ class Simulation:
         """What one client's answer to `shared` looks like, as tensors of the right shape and type without content."""
         some = next(iter(shared["params"].values()))
         one = {name: some.new_empty(1, device="meta") for name in ("loss", "distance")}
-        one |= {name: torch.empty(1, dtype=torch.bool, device="meta") for name in ("sound", "keepable")}
         hits = torch.empty((1, self.cohort.model.classes), dtype=torch.int64, device="meta")
         members = self.members(algorithm, shared, [0])
         return one | {"total": self.cohort.form(algorithm, shared, members), "hits": hits}

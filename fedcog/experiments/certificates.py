@@ -7,6 +7,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from fedcog.settings import ConfigError
 
@@ -24,6 +25,7 @@ def authority() -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     builder = _draft("fedcog federation", key.public_key(), 10 * YEAR)
     builder = builder.issuer_name(_named("fedcog federation"))
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    builder = builder.add_extension(_uses(key_cert_sign=True, crl_sign=True), critical=True)
     return builder.sign(key, _hash()), key
 
 
@@ -44,6 +46,10 @@ def certificate(
     builder = _draft(host[:64], key.public_key(), YEAR).issuer_name(authority.subject)
     builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
     builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    builder = builder.add_extension(_uses(digital_signature=True), critical=True)
+    builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+    vouched = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
+    builder = builder.add_extension(vouched, critical=False)
     return builder.sign(authority_key, _hash()), key
 
 
@@ -51,7 +57,15 @@ def _draft(name: str, key: ec.EllipticCurvePublicKey, life: datetime.timedelta) 
     now = datetime.datetime.now(datetime.UTC)
     builder = x509.CertificateBuilder().subject_name(_named(name)).public_key(key)
     builder = builder.serial_number(x509.random_serial_number())
+    builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
     return builder.not_valid_before(now - datetime.timedelta(minutes=5)).not_valid_after(now + life)
+
+
+def _uses(**allowed: bool) -> x509.KeyUsage:
+    """What a key may be used for: nothing but what is said."""
+    names = ["digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"]
+    names += ["key_cert_sign", "crl_sign", "encipher_only", "decipher_only"]
+    return x509.KeyUsage(**(dict.fromkeys(names, False) | allowed))
 
 
 def _named(name: str) -> x509.Name:

@@ -427,9 +427,12 @@ def _bytes(content: RecordDict) -> int:
 
 def _reason(reply: Message) -> str:
     """Why a node failed, in the words of the exception that it raised, where there is one."""
-    said = " ".join(str(reply.error.reason).split())
-    raised = re.search(r"<class '[^']*'>:<'(.*)'>", said)
-    return f"the node failed: {(raised[1] if raised else said)[:500] or 'it did not say why.'}"
+    said = str(reply.error.reason)
+    raised = re.search(r"<class '[^']*'>:<'(.*)'>", said, re.DOTALL)
+    lines = [line.strip() for line in (raised[1] if raised else said).splitlines() if line.strip()]
+    if lines and "ray::" in lines[0]:  # a traceback, at whose end it stands
+        lines = [lines[-1].partition(": ")[2] or lines[-1]]
+    return f"the node failed: {' '.join(lines)[:500] or 'it did not say why.'}"
 
 
 def _listed(refused: dict[int, str]) -> str:

@@ -3,6 +3,7 @@
 
 import ipaddress
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -69,7 +70,12 @@ def test_the_example_is_an_app_of_ours() -> None:
     app = tomllib.loads((example / "pyproject.toml").read_text())
     experiment, _ = read_settings(flat(app["tool"]["flwr"]["app"]["config"]))
     assert experiment.clients == 3
-    done = subprocess.run(["flwr", "build", "--app", str(example)], cwd=example.parent, capture_output=True, text=True)
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "flwr"), "build", "--app", str(example)],
+        cwd=example.parent,
+        capture_output=True,
+        text=True,
+    )
     for built in example.parent.glob("*.fab"):
         built.unlink()
     assert done.returncode == 0, done.stdout + done.stderr

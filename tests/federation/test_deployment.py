@@ -132,7 +132,6 @@ def test_a_federation_with_data_of_its_own_bears_what_goes_wrong(tmp_path: Path)
     assert "refused" not in fourth and [one["client"] for one in fourth["local"]] == [0, 1, 2]
     assert fourth["accuracy"] > 0.9
     assert "SuperNode ID" not in refusals and "server does not know its key" in refusals, refusals[-2000:]
-    assert "round 3 goes on without client 1" in link.said("run")
 
 
 def stranger(link: Link) -> None:

@@ -14,7 +14,7 @@ NEW: State = {"control": {"w": torch.zeros(2)}, "empty": {}}
 
 
 def state(value: float) -> State:
-    return {"control": {"w": torch.full((2,), value)}, "empty": {}}
+    return {"control": {"w": torch.full((2,), float(value))}, "empty": {}}
 
 
 def test_a_round_may_be_asked_for_again_but_none_before_it(tmp_path: Path) -> None:

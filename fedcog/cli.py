@@ -26,7 +26,7 @@ from fedcog.experiments.run import default_out, read, run
 from fedcog.experiments.turns import Interrupted
 from fedcog.federation import ranks
 from fedcog.federation.ranks import RankDied
-from fedcog.federation.rounds import Diverged
+from fedcog.federation.rounds import Diverged, NoAnswer
 from fedcog.federation.workers import WorkerDied
 from fedcog.flags import Parser
 from fedcog.models import ModelError
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     except ConfigError as error:
         return console.faults(error.faults)
-    except (DataError, PartitionError, ModelError, RankDied, RecordError, WorkerDied) as error:
+    except (DataError, PartitionError, ModelError, NoAnswer, RankDied, RecordError, WorkerDied) as error:
         return console.faults([str(error)])
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         signs = ("out of memory", "allocate memory", "Storage size calculation overflowed")
@@ -78,7 +78,8 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
     experiment = _ready(values, faults, options.known)
     out = Path(options.resume or options.out or default_out(experiment))
     if ranks.follows():
-        run(experiment, out)  # what there is to say, the process that leads says
+        with contextlib.suppress(Diverged):
+            run(experiment, out)  # what there is to say, the process that leads says
         return 0
     with console.Progress(experiment.rounds, _recorded(out), options.style) as progress:
         console.experiment(experiment, out, options.style)

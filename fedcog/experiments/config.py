@@ -91,7 +91,7 @@ class Experiment:
         "simulator", "who plays the clients: this simulator, or nodes of Flower's simulation engine", identity=False
     )
     secure_aggregation: bool = setting(
-        False, "flower: clients mask what they send (SecAgg+), so that the server learns nothing but the sum"
+        False, "on Flower: clients mask what they send (SecAgg+), so that the server learns nothing but the sum"
     )
     secure_scale: float = setting(
         1.0, "secure aggregation: factor on the largest numbers that algorithms declare to send", "> 0"

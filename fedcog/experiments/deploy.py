@@ -1,9 +1,11 @@
 """A small federation laid out as files: certificates, node keys, settings, and the commands that start it."""
 
 import os
+import re
 from pathlib import Path
 
 from fedcog.experiments.config import Experiment, layers, name_of, toml
+from fedcog.experiments.nodes import check_deployed
 from fedcog.settings import ConfigError
 
 LINK = "federation"  # the name under which Flower's command line knows the server
@@ -30,9 +32,17 @@ exec flower-superlink --ssl-ca-certfile ca.crt --ssl-certfile server.crt --ssl-k
 
 NODE = """#!/bin/sh
 # Start this node: start.sh [DATA [DEVICE]], where DATA is a folder of images, a .npz file or MODULE:FUNCTION.
-data="$1"
+case "$1" in
+"" | *:*) data="$1" ;;
+*) data="$(cd "$(dirname "$1")" && pwd)/$(basename "$1")" ;;
+esac
 device="${{2:-auto}}"
+from="$PWD"
 cd "$(dirname "$0")" || exit 1
+export PYTHONPATH="$from:$PWD${{PYTHONPATH:+:$PYTHONPATH}}"  # where MODULE:FUNCTION is looked for
+case "$PWD$data$device" in
+*\\'* | *\\"*) echo "Flower takes no quotation marks in paths: rename $PWD or $data." >&2 && exit 2 ;;
+esac
 export FLWR_TELEMETRY_ENABLED=0 FLWR_HOME="$PWD/flower"
 about="partition-id={number} num-partitions={nodes} state-dir='$PWD/state' data='$data' device='$device'"
 trap 'kill "$child"; wait "$child"; exit' INT TERM
@@ -54,7 +64,7 @@ REGISTER = """#!/bin/sh
 cd "$(dirname "$0")" || exit 1
 export FLWR_TELEMETRY_ENABLED=0 FLWR_HOME="$PWD/flower"
 for key in ../nodes/*/key.pub; do
-    flwr supernode register "$key" {link} || exit 1
+    flwr supernode register "$key" {link} || echo "$key: not registered; if it is in use already, all is well." >&2
 done
 """
 
@@ -75,7 +85,7 @@ def init(folder: Path, experiment: Experiment, *, host: str, port: int, data: st
         from fedcog.experiments import certificates  # of `cryptography`, which Flower brings
     except ImportError:
         raise ConfigError(["a deployment needs Flower: pip install 'fedcog[flower]'."]) from None
-    _check(folder, experiment, port, classes)
+    _check(folder, experiment, host, port, data, classes)
     nodes = experiment.clients
     authority, authority_key = certificates.authority()
     server, server_key = certificates.certificate(authority, authority_key, host)
@@ -103,7 +113,7 @@ def init(folder: Path, experiment: Experiment, *, host: str, port: int, data: st
     _write(folder / "README.md", _guide(folder, experiment, host, port, bool(classes)).encode())
 
 
-def _check(folder: Path, experiment: Experiment, port: int, classes: str) -> None:
+def _check(folder: Path, experiment: Experiment, host: str, port: int, data: str, classes: str) -> None:
     """Refuse what would not start, all faults at once."""
     faults = []
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -116,11 +126,14 @@ def _check(folder: Path, experiment: Experiment, port: int, classes: str) -> Non
     for name, layer in layers(experiment.algorithm):
         if not type(layer).__module__.startswith("fedcog."):
             faults.append(f"{name} is an algorithm of your own: put it in app/federation.py, algorithms=[{name}].")
-    if classes and experiment.weights != "uniform" and not experiment.weight_cap:
-        faults.append(
-            "clients count by their examples, and nobody knows who has most: set --weight-cap, the number of examples "
-            "from which on a client counts in full, or --weights uniform."
-        )
+    if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?", host):
+        faults.append(f"host {host!r} is no name and no IPv4 address: give one by which nodes reach the server.")
+    faults += check_deployed(experiment, bool(classes))
+    names = [name.strip() for name in classes.split(",")]
+    if classes and (len(set(names)) < max(len(names), 2) or not all(names)):
+        faults.append(f"classes needs two names or more with commas between them, each once, not {classes!r}.")
+    if bool(classes) != bool(data):
+        faults.append("nodes with data of their own need both: --classes, and --test-data for the server.")
     if faults:
         raise ConfigError(faults)
 
@@ -141,7 +154,7 @@ def _app(experiment: Experiment, data: str, classes: str) -> str:
         'version = "0.1.0"',
         f'description = "{name_of(experiment.algorithm)} on {experiment.clients} nodes"',
         'license = "Apache-2.0"',
-        'dependencies = ["fedcog[flower]"]',
+        f'dependencies = ["{_needs(experiment)}"]',
         "",
         "[tool.hatch.build.targets.wheel]",
         'include = ["*.py"]',
@@ -171,7 +184,7 @@ def _guide(folder: Path, experiment: Experiment, host: str, port: int, own: bool
 
 {name_of(experiment.algorithm)}, {experiment.rounds} rounds; the server is reached at {host}:{port}.
 
-On every machine, in a Python environment of its own: `pip install 'fedcog[flower]'`.
+On every machine, in a Python environment of its own: `pip install '{_needs(experiment)}'`.
 
 1. On the server's machine, put `server/` and start it: `sh server/start.sh`
 2. Where you administer it (this folder): `sh admin/register.sh`
@@ -183,8 +196,17 @@ If the server or the run is stopped, do steps 1 and 4 again: it goes on after it
 stopped, start it again: it takes part from the next round on.
 
 `ca.key` signs certificates for new servers: keep it away from all machines. Certificates run out in a year.
-Settings of the experiment are in `app/pyproject.toml`; `sh admin/run.sh --run-config 'rounds=20'` changes one.
+Settings of the experiment are in `app/pyproject.toml`; `sh admin/run.sh --run-config 'rounds=20 out="runs/other"'`
+changes some.
+
+Whoever reaches {host}:{port} and has `ca.crt` can register nodes and start runs, too: Flower asks nobody who
+administers it. Let only the nodes' and your own machines reach that port.
 """
+
+
+def _needs(experiment: Experiment) -> str:
+    """What every machine has to install."""
+    return "fedcog[flower]" if experiment.privacy == "off" else "fedcog[flower,privacy]"
 
 
 def _write(file: Path, content: bytes, *, secret: bool = False, script: bool = False) -> None:

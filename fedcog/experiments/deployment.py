@@ -20,7 +20,7 @@ from torch import nn
 from fedcog.algorithms import ALGORITHMS, Algorithm
 from fedcog.data import Dataset, places
 from fedcog.experiments.config import Experiment, name_of, read_experiment
-from fedcog.experiments.nodes import check_secure, driven, lacking_scales, secure
+from fedcog.experiments.nodes import check_deployed, driven, lacking_scales, secure
 from fedcog.experiments.prepare import Prepared, surroundings
 from fedcog.experiments.record import RunDirectory
 from fedcog.experiments.run import carry_out
@@ -32,9 +32,6 @@ from fedcog.settings import ConfigError
 OWN: dict[str, Any] = {"out": "runs/federation", "patience": 600.0, "data": "", "classes": ""}
 """Settings of a deployment beside those of an experiment: where the server's record goes, how many seconds it waits for
 an answer, where its test examples lie, and the names of all classes; the last two where the data are the nodes' own."""
-
-NODE = {"data-dir": "data_dir", "device": "device", "threads": "threads"}
-"""What a node may decide for itself, by its name in --node-config."""
 
 LOG = logging.getLogger("flwr")  # what Flower shows of a run
 
@@ -55,56 +52,57 @@ def server_app(network: Network | None = None, algorithms: Sequence[type[Algorit
 def client_app(network: Network | None = None, algorithms: Sequence[type[Algorithm]] = ()) -> ClientApp:
     """A node's half, with the same network and algorithms as the server's."""
 
-    @functools.lru_cache(maxsize=1)
-    def ready(settings: str, node: str) -> Ready:
-        experiment, own = read_settings(json.loads(settings), algorithms)
-        here: dict[str, Any] = json.loads(node)
-        device, threads = str(here.get("device", "auto")), int(here.get("threads", 0))
-        change: dict[str, Any] = {"device": device, "threads": threads, "mapping": "loop", "workers": 1}
-        change |= {"data_dir": str(here["data-dir"])} if "data-dir" in here else {}
-        experiment = replace(experiment, **change)
-        data, held = None, None
-        if experiment.dataset == "custom":
-            data = places.read(str(here.get("data", "")), _classes(own))
-            held = {int(here["partition-id"]): torch.arange(len(data.train_y))}
-        if threads:
-            torch.set_num_threads(threads)
-        prepared = Prepared(experiment, data, network() if network else None, held, remote=True)
-        return Ready(prepared.backend, experiment.algorithm, secure(experiment))
+    return flower_client(functools.partial(_prepare, network, tuple(algorithms)))
 
-    def prepare(context: Context) -> Ready:
-        return ready(json.dumps(dict(context.run_config)), json.dumps(dict(context.node_config)))
 
-    return flower_client(prepare)
+def _prepare(network: Network | None, algorithms: tuple[type[Algorithm], ...], context: Context) -> Ready:
+    settings, node = json.dumps(dict(context.run_config)), json.dumps(dict(context.node_config))
+    return _ready(settings, node, network, algorithms)
+
+
+@functools.lru_cache(maxsize=1)
+def _ready(settings: str, node: str, network: Network | None, algorithms: tuple[type[Algorithm], ...]) -> Ready:
+    """An experiment made ready at a node, whose own settings are `node`."""
+    experiment, own = read_settings(json.loads(settings), algorithms)
+    here: dict[str, Any] = json.loads(node)
+    device, threads = str(here.get("device", "auto")), int(here.get("threads", 0))
+    change: dict[str, Any] = {"device": device, "threads": threads, "mapping": "loop", "workers": 1}
+    change |= {"data_dir": str(here["data-dir"])} if "data-dir" in here else {}
+    experiment = replace(experiment, **change)
+    data, held = None, None
+    if experiment.dataset == "custom":
+        data = places.read(str(here.get("data", "")), _classes(own))
+        held = {int(here["partition-id"]): torch.arange(len(data.train_y))}
+    if threads:
+        torch.set_num_threads(threads)
+    prepared = Prepared(experiment, data, network() if network else None, held, remote=True)
+    return Ready(prepared.backend, experiment.algorithm, secure(experiment))
 
 
 def read_settings(
     settings: Mapping[str, Any], algorithms: Sequence[type[Algorithm]] = ()
 ) -> tuple[Experiment, dict[str, Any]]:
     """The experiment that the settings of an app describe, and what they say of the deployment itself."""
-    own = OWN | {name: value for name, value in settings.items() if name in OWN}
+    own, faults = OWN | {name: value for name, value in settings.items() if name in OWN}, list[str]()
     values: dict[str, Any] = {}
     for path, value in settings.items():
-        *parents, name = path.split(".")
-        place = values
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[name] = value
+        table, _, name = path.rpartition(".")
+        place = values.setdefault(table, {}) if table else values
+        if isinstance(place, dict) and path not in OWN:
+            place[name] = value
+        elif path not in OWN:
+            faults.append(f"{path}: {table} is no table of settings.")
+    if not isinstance(own["patience"], int | float) or not 0 < own["patience"] < math.inf:
+        faults.append(f"patience needs seconds above 0, not {own['patience']!r}.")
+    faults += [
+        f"{name} needs text, not {own[name]!r}." for name in ("out", "data", "classes") if type(own[name]) is not str
+    ]
     known = ALGORITHMS | {cls.__name__: cls for cls in algorithms}
-    experiment = read_experiment({k: v for k, v in values.items() if k not in OWN}, known=known)
+    experiment = read_experiment(values, faults, known)
+    experiment = replace(experiment, backend="flower")
     if experiment.dataset == "custom":  # nobody but a client knows what it holds, and its model is tried on nothing
-        experiment = replace(experiment, evaluate_local=False)
-    faults = check_secure(experiment)
-    if experiment.selection != "uniform" and not experiment.secure_aggregation:
-        faults.append("power-of-choice asks clients for their loss, which nodes are not asked: set selection uniform.")
-    if experiment.dataset == "custom" and experiment.weights != "uniform" and not experiment.weight_cap:
-        faults.append(
-            "clients count by their examples, and nobody knows who has most: set weight_cap, the number of examples "
-            "from which on a client counts in full, or weights = 'uniform'."
-        )
-    if experiment.checkpoint_every != 1:
-        faults.append("nodes remember their last round alone: set checkpoint_every to 1.")
-    if faults:
+        experiment = replace(experiment, evaluate_local=False, partition="given")
+    if faults := check_deployed(experiment, experiment.dataset == "custom"):
         raise ConfigError(faults)
     return experiment, own
 

@@ -46,6 +46,23 @@ def check_flower(experiment: Experiment) -> None:
         raise ConfigError(faults)
 
 
+def check_deployed(experiment: Experiment, own_data: bool) -> list[str]:
+    """What stands in the way of a deployment, in which nodes may have data of their own."""
+    faults = check_secure(experiment)
+    if experiment.selection != "uniform" and not experiment.secure_aggregation:
+        faults.append(
+            "power-of-choice asks clients for their loss, which nodes are not asked: set --selection uniform."
+        )
+    if own_data and experiment.privacy == "off" and experiment.weights != "uniform" and not experiment.weight_cap:
+        faults.append(
+            "clients count by their examples, and nobody knows who has most: set --weight-cap, the number of examples "
+            "from which on a client counts in full, or --weights uniform."
+        )
+    if experiment.checkpoint_every != 1:
+        faults.append("nodes remember their last round alone: set --checkpoint-every 1.")
+    return faults
+
+
 def check_secure(experiment: Experiment) -> list[str]:
     """What stands in the way of secure aggregation, if it is asked for."""
     if not experiment.secure_aggregation:

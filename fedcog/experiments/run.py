@@ -29,6 +29,7 @@ from fedcog.federation import ranks
 from fedcog.federation.ranks import RankDied, Ranks
 from fedcog.federation.rounds import Diverged, Federation
 from fedcog.models import build
+from fedcog.settings import ConfigError
 from fedcog.tree import State
 
 Watch = Callable[[Experiment, dict[str, Any]], None]
@@ -107,6 +108,10 @@ def run(
     every new round's line; once `stopping` says so, the run ends with `Interrupted` after a whole round.
     """
     own = {"data": data, "model": model, "resume": resume, "watch": watch, "stopping": stopping, "command": command}
+    if ranks.started() and flows(experiment):
+        raise ConfigError(
+            ["torchrun shares clients among its processes, and Flower has nodes of its own: use one of them."]
+        )
     if ranks.follows():
         return _follow(_ranks(), experiment, out, data, model)
     with surroundings(experiment.threads, experiment.tf32):
@@ -139,6 +144,7 @@ def carry_out(
     experiment = _with_own(experiment, data, model)
     if flows(experiment) and not remote:
         check_flower(experiment)
+        experiment = dataclasses.replace(experiment, backend="flower")
     directory = RunDirectory(out or default_out(experiment))
     with directory.locked(), contextlib.ExitStack() as ending:
         if directory.exists():

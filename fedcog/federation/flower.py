@@ -40,7 +40,7 @@ from fedcog.federation import masking
 from fedcog.federation.keepsakes import Keepsake
 from fedcog.federation.outcomes import Outcome, one_after_another
 from fedcog.federation.payloads import NotFinite, Unfit, finite, fitted, joined, read_array
-from fedcog.federation.rounds import Diverged, Gathered, Report, Work
+from fedcog.federation.rounds import Diverged, Gathered, NoAnswer, Report, Work
 from fedcog.federation.simulation import Simulation
 from fedcog.tree import Params, State
 
@@ -167,7 +167,7 @@ class Nodes:
         if not heard:
             if odd:
                 raise Diverged(sorted(odd), work.round)
-            raise RuntimeError(f"in round {work.round + 1} no node gave an answer that can be used. {_listed(refused)}")
+            raise NoAnswer(f"in round {work.round + 1} no node gave an answer that can be used. {_listed(refused)}")
         if private:
             return _blind(joined([answers[client]["total"] for client in heard]), math.nan, heard), refused
         weights = torch.stack([answers[client]["total"]["weight"] for client in heard])
@@ -190,7 +190,7 @@ class Nodes:
             if node not in heard
         }
         if mean is None or len(mean) != masking.size(form):
-            raise RuntimeError(
+            raise NoAnswer(
                 f"in round {work.round + 1} secure aggregation came to no sum: of {len(there)} clients "
                 f"{protocol.threshold} must stay to its end. {_listed(refused)}"
             )
@@ -212,7 +212,7 @@ class Nodes:
                 return there
             if time.monotonic() > end:
                 lost = ", ".join(map(str, clients))
-                raise RuntimeError(f"no node holds partition {lost}: are the SuperNodes running?")
+                raise NoAnswer(f"no node holds partition {lost}: are the SuperNodes running?")
             time.sleep(0.1 if self._patience is None else 1.0)
 
     def _find(self, nodes: set[int]) -> None:
@@ -236,14 +236,15 @@ class Masked(SecAggPlusWorkflow):
 
     def __init__(self, clients: int, content: dict[str, Any], timeout: float | None) -> None:
         shares = min(clients, NEIGHBOURS)
-        self.threshold, self._content = shares // 2 + 1, content
+        self.threshold, self._content = max(3, shares // 2 + 1), content  # of two, each would know the other's
         self._mean: torch.Tensor | None = None
         self._heard = set[int]()
         if clients < 3:
-            raise RuntimeError(f"secure aggregation needs three clients a round, and {clients} are there.")
+            raise NoAnswer(f"secure aggregation needs three clients a round, and {clients} are there.")
         levels = masking.levels(clients)
         ranges: dict[str, Any] = {"clipping_range": 1.0, "quantization_range": levels, "modulus_range": masking.MODULUS}
-        super().__init__(shares, self.threshold, max_weight=1.0, timeout=timeout, **ranges)
+        threshold = self.threshold if self.threshold < shares else 1.0  # all of them
+        super().__init__(shares, threshold, max_weight=1.0, timeout=timeout, **ranges)
 
     def carry_out(
         self, grid: Grid, context: Context, round: int, nodes: Iterable[int]
@@ -303,7 +304,9 @@ def client_app(prepare: Prepare) -> ClientApp:
             raise Unfit(f"this node's examples are of shape {own}, and the federation's of {shape}.")
         sent, round = tensors(message.content.array_records["shared"]), int(ask["round"])
         shared = fitted(algorithm.broadcast(simulation.begin(algorithm)), sent)
-        keepsake = Keepsake(context.node_config.get("state-dir"), str(ask["run"]), client)
+        privacy = simulation.cohort.privacy
+        once = privacy is not None and privacy.where == "local" and not privacy.simulated
+        keepsake = Keepsake(context.node_config.get("state-dir"), str(ask["run"]), client, once)
         if "kept" in context.state:
             keepsake.given(tensors(context.state.array_records["kept"]))
         before = keepsake.before(round, algorithm.client_init(shared))
@@ -311,12 +314,12 @@ def client_app(prepare: Prepare) -> ClientApp:
             algorithm, shared, client, before, round, float(ask["lr"]), bool(ask["score"]) and not secure
         )
         if secure:
-            loss = done.loss[0] * done.total["weight"] * (not simulation.cohort.privacy)  # or it would tell too much
+            loss = done.loss[0] * done.total["weight"] * (not privacy)  # or it would tell too much
             masked = masking.vector(done.total, loss, algorithm.scales, secure)
             result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([masked.numpy()]), 1, {})
             reply = fitres_to_recorddict(result, keep_input=True)
         else:
-            found = {"total": done.total} if simulation.cohort.privacy else findings(done)
+            found = {"total": done.total} if privacy else findings(done)
             reply = RecordDict({"found": arrays(found)})
         context.state["kept"] = arrays(keepsake.keep(round, before, after))
         return Message(reply, reply_to=message)

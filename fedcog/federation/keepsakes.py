@@ -16,10 +16,12 @@ class Keepsake:
     """What a client kept before and after the last round it took part in.
 
     Both, since a server that was killed may ask for its last round again. Flower forgets what a node keeps when a new
-    run begins: with a `folder`, it also lies there in a file, by the run's name and the client's number.
+    run begins: with a `folder`, it also lies there in a file, by the run's name and the client's number. A client that
+    answers `once` goes through no round again: it would spend more of its privacy than is counted.
     """
 
-    def __init__(self, folder: object, run: str, client: int) -> None:
+    def __init__(self, folder: object, run: str, client: int, once: bool = False) -> None:
+        self._once = once
         self._file: Path | None = None
         if folder and re.fullmatch(r"[0-9a-f]{1,64}", run):
             self._file = Path(str(folder)) / f"{run}-{client}.kept"
@@ -37,6 +39,8 @@ class Keepsake:
         if not known:
             return newcomer
         last = int(known["round"])
+        if self._once and round <= last:
+            raise Unfit(f"this node has answered in round {last + 1} already, and for its privacy it does so once.")
         if round < last:
             raise Unfit(f"this node has been through round {last + 1} already and cannot go back to {round + 1}.")
         wanted = "before" if round == last else "after"
@@ -46,7 +50,7 @@ class Keepsake:
     def keep(self, round: int, before: State, after: State) -> State:
         """All that is to be known of a round that is over."""
         now: State = {"round": torch.tensor(round), "before": before, "after": after}
-        if self._file is not None and tree.flatten(after):
+        if self._file is not None and (self._once or tree.flatten(after)):
             self._file.parent.mkdir(parents=True, exist_ok=True)
             fresh = self._file.with_suffix(".new")
             with fresh.open("wb") as file:

@@ -36,10 +36,11 @@ def vector(payload: State, loss: Tensor, declared: Mapping[str, float], factor: 
     for name, value in _numbers(payload, loss):
         most = _scale(name, declared) * factor
         part = value.double().flatten().cpu() / most
-        worst = float(part.abs().max()) if len(part) else 0.0
-        if not worst <= 1:  # what is no number is not either
+        if not bool(part.isfinite().all()):
+            raise OutOfRange(f"'{name}' is not finite: training diverged at this client. Lower the learning rate.")
+        if bool((part.abs() > 1).any()):  # by how much is nobody's business
             raise OutOfRange(
-                f"'{name}' holds {worst * most:.4g}, and secure aggregation was told to expect {most:g} at most: raise "
+                f"'{name}' holds more than {most:g}, the most that secure aggregation was told to expect: raise "
                 "--secure-scale, or lower the learning rate."
             )
         parts.append(part)

@@ -13,7 +13,7 @@ from fedcog.tree import Params, State
 
 HEADER = re.compile(
     rb"\{'descr': '([<>|=]?[A-Za-z]\d{0,3})', 'fortran_order': (True|False), "
-    rb"'shape': \(((?:\d{1,18}, ?)*\d{0,18})\), \} *\n"
+    rb"'shape': \(((?:\d{1,12}, ?){0,16}\d{0,12})\), \} *\n"
 )
 NUMBERS = {"<f4", "<f8", "<f2", "<i8", "<i4", "<i2", "|i1", "|u1", "|b1"}
 
@@ -76,7 +76,10 @@ def read_array(data: bytes) -> Tensor:
         raise Unfit("an array has its columns before its rows.")
     if math.prod(shape) * np.dtype(kind).itemsize != len(rest):
         raise Unfit(f"an array has {len(rest)} bytes, which are no {kind} {shape}.")
-    return torch.from_numpy(np.frombuffer(rest, kind).reshape(shape).copy())
+    try:
+        return torch.from_numpy(np.frombuffer(rest, kind).reshape(shape).copy())
+    except ValueError as error:  # nothing, of sides that are too long
+        raise Unfit(f"an array cannot be of shape {shape}.") from error
 
 
 def finite(state: State) -> Tensor:

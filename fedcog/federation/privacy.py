@@ -64,23 +64,31 @@ class Privacy:
     def spent(self, rounds: int, most: int) -> float:
         """Epsilon after so many rounds, of which the client that took part most often took part in `most`.
 
-        Central: a client more or less, where all take part in every round; else one client in place of another, since a
-        round's clients are drawn without replacement and their number is known. Local: any data in place of a client's.
+        Central: a client more or less. Where a simulation draws a round's clients, without replacement, nobody is taken
+        to know whom it drew, and it is one client in place of another; real clients are drawn by a seed that all know,
+        which hides nobody. Local: any data in place of a client's.
         """
         if not self.noise:
             return float("inf")
         if self.where == "local":
             return _gaussian(self.noise / 2, most, self.delta)
-        if self.count == self.clients:
-            return _gaussian(self.noise, rounds, self.delta)
+        if not self._hidden:
+            return _gaussian(self.noise, most, self.delta)
         return _sampled(self.noise / 2, self.clients, self.count, rounds, self.delta)
+
+    @property
+    def _hidden(self) -> bool:
+        """Does nobody know who takes part?"""
+        return self.simulated and self.count < self.clients
 
     @property
     def words(self) -> str:
         """What epsilon is about."""
         about = {
             "local": "any data in place of a client's, towards the server",
-            "central": "a client more or less" if self.count == self.clients else "one client in place of another",
+            "central": "one client in place of another, if nobody knows whose turn it is"
+            if self._hidden
+            else "a client more or less",
         }
         return about[self.where]
 

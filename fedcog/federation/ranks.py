@@ -59,7 +59,8 @@ class Ranks:
         for rank, share in enumerate(shares[1:], 1):
             told = self._receive(rank)
             if share:
-                parts.append(Outcome(seconds=dict, **tree.to(told["done"], simulation.cohort.data.device)))
+                known = {name: value for name, value in told["done"].items() if value is not None}
+                parts.append(_outcome(tree.to(known, simulation.cohort.data.device)))
                 kept |= {client: _filled(states[client], told["kept"].get(str(client), {})) for client in share}
         each = joined([{"each": part.total["each"]} for part in parts if "each" in part.total])
         whole = side_by_side([part._replace(total={}) for part in parts])
@@ -71,7 +72,7 @@ class Ranks:
 
         `form` is what clients are sent, of whatever content.
         """
-        device = simulation.cohort.data.device
+        self._form, device = None, simulation.cohort.data.device
         while "over" not in (what := self._receive(0)):
             shared = tree.to(_filled(form, what["shared"]), device)
             newcomer = algorithm.client_init(shared)
@@ -90,6 +91,7 @@ class Ranks:
 
     def end(self, words: dict[str, Any]) -> None:
         """Tell all who follow that it is over."""
+        self._form = None
         for rank in range(1, self.count):
             self._send(rank, {"over": words})
 
@@ -146,6 +148,12 @@ def _train(
         return None, {}
     outcome, kept = simulation.part(algorithm, shared, own, what["round"], what["lr"], what["score"])
     return outcome, dict(zip(own, kept, strict=True))
+
+
+def _outcome(told: State) -> Outcome:
+    """What a process told of its share; without right answers, where none were counted."""
+    rest: State = {"hits": None, "seconds": dict}
+    return Outcome(**(rest | told))
 
 
 def _parts(count: int, processes: int) -> list[slice]:

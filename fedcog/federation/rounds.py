@@ -28,6 +28,10 @@ class Diverged(Exception):
         super().__init__(f"training diverged in round {round + 1}: {whose} not finite. {advice}".strip())
 
 
+class NoAnswer(RuntimeError):
+    """A round that came to nothing, for want of clients that answered: who did not, and why."""
+
+
 class Report(NamedTuple):
     """What is known of a round besides the sum of its payloads."""
 

@@ -55,7 +55,7 @@ def test_its_settings_are_the_experiments_and_its_scripts_are_sound(tmp_path: Pa
     assert main(["deploy", "init", str(tmp_path / "fed"), *WORDS, "--quiet"]) == 0
     app = tomllib.loads((tmp_path / "fed/app/pyproject.toml").read_text())
     experiment, own = read_settings(flat(app["tool"]["flwr"]["app"]["config"]))
-    assert experiment == Experiment(algorithm=make_algorithm("fedprox+fedcog"), clients=2, rounds=7)
+    assert experiment == Experiment(algorithm=make_algorithm("fedprox+fedcog"), clients=2, rounds=7, backend="flower")
     assert own["patience"] == 600
     for script in tmp_path.rglob("*.sh"):
         subprocess.run(["sh", "-n", str(script)], check=True)
@@ -86,8 +86,13 @@ def test_the_example_is_an_app_of_ours() -> None:
     [
         (["--port", "70000"], "port needs a whole number"),
         (["--classes", "a,b"], "set --weight-cap"),
-        (["--host", "käse"], "give ASCII letters"),
+        (["--host", "käse"], "no name and no IPv4 address"),
+        (["--host", "a$(touch x)"], "no name and no IPv4 address"),
+        (["--checkpoint-every", "5"], "--checkpoint-every 1"),
+        (["--secure-aggregation", "--clients", "2"], "needs from 3"),
         (["--clients", "1001"], "at most 1000"),
+        (["--classes", "a,a", "--weights", "uniform", "--test-data", "x"], "each once"),
+        (["--test-data", "x"], "need both"),
     ],
 )
 def test_what_would_not_start_is_refused(
@@ -108,8 +113,12 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
     ("settings", "words"),
     [
         ({"selection": "power-of-choice"}, "selection uniform"),
-        ({"checkpoint_every": 5}, "checkpoint_every to 1"),
-        ({"dataset": "custom"}, "weight_cap"),
+        ({"checkpoint_every": 5}, "--checkpoint-every 1"),
+        ({"dataset": "custom"}, "weight-cap"),
+        ({"rounds": 5, "rounds.x": 1}, "no table"),
+        ({"patience": "soon"}, "patience needs seconds"),
+        ({"patience": float("nan")}, "patience needs seconds"),
+        ({"out": 5}, "out needs text"),
         ({"secure_aggregation": True, "clients": 2}, "secure aggregation needs from 3"),
         ({"rouns": 3}, "rounds"),
     ],

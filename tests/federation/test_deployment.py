@@ -36,7 +36,7 @@ def test_a_deployment_comes_to_what_the_simulator_comes_to(tmp_path: Path) -> No
             link.end("run")
     for name in ("scaffold", "fedprox+fedcog"):
         there = RunDirectory(tmp_path / name)
-        one = replace(there.experiment(), mapping="loop", threads=1, device="cpu")
+        one = replace(there.experiment(), backend="simulator", mapping="loop", threads=1, device="cpu")
         here = fedcog.run(one, tmp_path / f"{name}-here", report=False)
         assert [line["accuracy"] for line in there.lines()] == [line["accuracy"] for line in here.lines]
         servers = [tree.flatten(RunDirectory(run).load().server) for run in (there.path, here.path)]  # type: ignore[union-attr]

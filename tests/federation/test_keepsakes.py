@@ -47,6 +47,14 @@ def test_a_damaged_file_and_another_form_are_named(tmp_path: Path) -> None:
         Keepsake(tmp_path, "abc", 0).before(1, NEW)
 
 
+def test_who_answers_once_does_so_once_though_it_keeps_nothing(tmp_path: Path) -> None:
+    Keepsake(tmp_path, "abc", 0, once=True).keep(4, {}, {})
+    assert Keepsake(tmp_path, "abc", 0, once=True).before(5, {}) == {}
+    for round in (4, 0):
+        with pytest.raises(Unfit, match="has answered in round 5 already"):
+            Keepsake(tmp_path, "abc", 0, once=True).before(round, {})
+
+
 def test_a_server_cannot_choose_where_it_lies(tmp_path: Path) -> None:
     Keepsake(tmp_path / "state", "../../evil", 0).keep(0, NEW, state(5))
     assert list(tmp_path.rglob("*")) == []

@@ -105,6 +105,8 @@ def test_a_round_of_few_clients_costs_less_and_never_more() -> None:
     assert spent == sorted(spent)
     assert spent[0] < whole.spent(50, 50) / 3
     assert spent[-1] <= analytic(4.0 / 2 / math.sqrt(50), 1e-5) * 1.01  # one in place of another: twice the change
+    real = replace(whole, count=10, simulated=False)  # whose turn it is, everybody knows
+    assert real.spent(50, 3) == pytest.approx(analytic(4.0 / math.sqrt(3), 1e-5), rel=0.01)
     assert privacy(noise=0.0).spent(1, 1) == math.inf
 
 

@@ -20,8 +20,11 @@ COG = ["--algorithm", "scaffold+fedcog", "--start-round", "1", "--fedcog.count",
 
 
 def torchrun(*words: str, processes: int = 2) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command += ["-m", "fedcog", "run", *words, "--plain"]
+    return _torchrun("-m", "fedcog", "run", *words, "--plain", processes=processes)
+
+
+def _torchrun(*words: str, processes: int = 2) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *words]
     quiet = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, env=os.environ | quiet, start_new_session=True, **pipes)  # type: ignore[call-overload, no-any-return]
@@ -93,6 +96,30 @@ def test_a_process_that_dies_ends_the_run_and_the_run_goes_on(tmp_path: Path) ->
 
 def _environment(pid: str) -> list[str]:
     return Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+
+
+def test_local_models_need_not_be_tried_and_a_program_may_run_twice(tmp_path: Path) -> None:
+    """A script under torchrun: rounds that are not evaluated, one run after another, and one that diverges."""
+    script = tmp_path / "twice.py"
+    script.write_text(
+        "import sys, fedcog\n"
+        "from fedcog.experiments.config import Experiment, make_algorithm\n"
+        "for name in ('fedavg', 'scaffold'):\n"
+        "    one = Experiment(algorithm=make_algorithm(name), clients=3, rounds=2, local_steps=2, batch_size=8,\n"
+        "        evaluate_every=2, mapping='loop', workers=1, device='cpu')\n"
+        "    done = fedcog.run(one, f'{sys.argv[1]}/{name}', report=False)\n"
+        "    sys.stdout.write(f'ended {name} {len(done.lines)}\\n')\n"
+    )
+    said = finished(_torchrun(str(script), str(tmp_path)))
+    assert said.count("ended fedavg 2") == 2 and said.count("ended scaffold 2") == 2, said
+    said = finished(torchrun(*SMALL, "--rounds", "2", "--lr", "1e10", "--out", str(tmp_path / "wild")))
+    assert said.count("diverged in round") == 1, said
+
+
+def test_flower_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert main(["run", "--backend", "flower", "--rounds", "1"]) == 2
 
 
 def test_a_comparison_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -282,6 +282,8 @@ header = st.sampled_from(
         b"{'descr': '<f4', 'shape': (2, 3)}",
         b"{'descr': __import__('os').abort(), 'fortran_order': False, 'shape': (1,), }",
         b"(" * 500,
+        b"{'descr': '<f4', 'fortran_order': False, 'shape': (" + b"1, " * 70 + b"), }\n",
+        b"{'descr': '<f4', 'fortran_order': False, 'shape': (0, 999999999999, 999999999999), }\n",
         b"",
     ]
 ).map(lambda text: b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text)

@@ -17,6 +17,8 @@ from fedcog.experiments.run import Run
 def generated(runs: Sequence[Run]) -> str:
     """The latest generated pictures of the first run that has some, or why there are none."""
     why = "No run here has generated inputs."
+    if any(run.experiment.backend == "flower" and readings.wake(run.experiment) is not None for run in runs):
+        why = "What clients generate stays with them: no pictures of it are sent."
     for run in runs:
         directory = RunDirectory(run.path)
         for name in directory.exhibits()[-1:]:

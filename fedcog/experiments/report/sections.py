@@ -25,6 +25,8 @@ def partition(runs: Sequence[Run], federations: Sequence[Federation]) -> str:
             names = [str(name) for name in about.get("classes", ())]
             names += [str(label) for label in range(len(names), counts.shape[1])]
             found.setdefault(repr((counts.tolist(), names)), (counts, names, []))[2].append(run)
+    if found and not any(int(counts.sum()) for counts, _, _ in found.values()):
+        return "<p>Nobody but the clients knows what they hold.</p>"
     if not found:
         return "<p>The runs have not recorded who holds what (federation.safetensors is missing or empty).</p>"
     drawn = ""
@@ -60,7 +62,9 @@ def clients(groups: Sequence[Group]) -> str:
     """How far local models go, and how good they are at the client's own mix of classes and at all."""
     distance = readings.curves(groups, lambda line: readings.local(line, "distance"))
     if not distance:
-        return "<p>No round is finished, so there is nothing to say about clients yet.</p>"
+        done = any(run.lines for each in groups for run in each.runs)
+        told = "What clients did was not told to the server" if done else "No round is finished"
+        return f"<p>{told}, so there is nothing to say about clients.</p>"
     drawn = figure(
         figures.curves_figure(distance, "distance from the global model", marks=readings.wakes(groups)),
         "Length of the way a local model goes from the global model it received, in parameter space: mean over the "

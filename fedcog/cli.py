@@ -78,7 +78,7 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
     experiment = _ready(values, faults, options.known)
     out = Path(options.resume or options.out or default_out(experiment))
     if ranks.follows():
-        with contextlib.suppress(Diverged):
+        with contextlib.suppress(Diverged, Interrupted):
             run(experiment, out)  # what there is to say, the process that leads says
         return 0
     with console.Progress(experiment.rounds, _recorded(out), options.style) as progress:

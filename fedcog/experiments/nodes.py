@@ -28,16 +28,12 @@ def flows(experiment: Experiment) -> bool:
 
 def check_flower(experiment: Experiment) -> None:
     """Refuse what cannot be carried out on Flower, all faults at once."""
-    faults = check_secure(experiment)
+    faults = check_nodes(experiment)
     if "custom" in (experiment.dataset, experiment.model):
         faults.append("data or a network of your own does not reach Flower's nodes yet: set --backend simulator.")
     for name, layer in layers(experiment.algorithm):
         if not type(layer).__module__.startswith("fedcog."):
             faults.append(f"{name} is an algorithm of your own, unknown to Flower's nodes: set --backend simulator.")
-    if experiment.selection != "uniform" and not experiment.secure_aggregation:
-        faults.append(
-            "power-of-choice asks clients for their loss, which nodes are not asked: set --selection uniform."
-        )
     try:
         from fedcog.federation import flower  # noqa: F401
     except ImportError:
@@ -48,11 +44,7 @@ def check_flower(experiment: Experiment) -> None:
 
 def check_deployed(experiment: Experiment, own_data: bool) -> list[str]:
     """What stands in the way of a deployment, in which nodes may have data of their own."""
-    faults = check_secure(experiment)
-    if experiment.selection != "uniform" and not experiment.secure_aggregation:
-        faults.append(
-            "power-of-choice asks clients for their loss, which nodes are not asked: set --selection uniform."
-        )
+    faults = check_nodes(experiment)
     if own_data and experiment.privacy == "off" and experiment.weights != "uniform" and not experiment.weight_cap:
         faults.append(
             "clients count by their examples, and nobody knows who has most: set --weight-cap, the number of examples "
@@ -63,11 +55,15 @@ def check_deployed(experiment: Experiment, own_data: bool) -> list[str]:
     return faults
 
 
-def check_secure(experiment: Experiment) -> list[str]:
-    """What stands in the way of secure aggregation, if it is asked for."""
-    if not experiment.secure_aggregation:
-        return []
+def check_nodes(experiment: Experiment) -> list[str]:
+    """What stands in the way of secure aggregation, if it is asked for, and of clients that are nodes at all."""
     faults = []
+    if experiment.selection != "uniform" and not experiment.secure_aggregation:
+        faults.append(
+            "power-of-choice asks clients for their loss, which nodes are not asked: set --selection uniform."
+        )
+    if not experiment.secure_aggregation:
+        return faults
     if experiment.algorithm.uplink != "sum":
         faults.append(
             f"{name_of(experiment.algorithm)} needs what every client sends apart, and secure aggregation shows the "

@@ -26,7 +26,7 @@ from fedcog.experiments.prepare import Prepared, check_runnable, privacy, surrou
 from fedcog.experiments.record import Checkpoint, RecordError, RunDirectory
 from fedcog.experiments.turns import Interrupted, Running, Turn, in_step
 from fedcog.federation import ranks
-from fedcog.federation.ranks import RankDied, Ranks
+from fedcog.federation.ranks import Ranks
 from fedcog.federation.rounds import Diverged, Federation
 from fedcog.models import build
 from fedcog.settings import ConfigError
@@ -207,8 +207,11 @@ def _ranks() -> Ranks:
 
 
 def _led(together: Ranks, running: Running) -> Run | Diverged:
-    """The run, each of its rounds gathered from all processes; however it ends, they are told."""
-    words: dict[str, Any] = {"failed": True}
+    """The run, each of its rounds gathered from all processes, who are told when it is over.
+
+    Of what goes wrong in the midst of a round nobody is told: this process ends, and torchrun ends the others.
+    """
+    words: dict[str, Any] = {}
     with contextlib.closing(running):
         try:
             turn = next(running)
@@ -221,8 +224,8 @@ def _led(together: Ranks, running: Running) -> Run | Diverged:
         except Diverged as error:
             words = {"diverged": str(error), "round": error.round}
             return error
-        except RankDied:
-            words = {}
+        except Interrupted:
+            words = {"interrupted": True}
             raise
         finally:
             if words:
@@ -244,7 +247,7 @@ def _follow(
     if "diverged" in over:
         raise Diverged([], over["round"], over["diverged"])
     if "lines" not in over:
-        raise RankDied("the leading process has ended: its own words are above.")
+        raise Interrupted("stopped")
     return Run(Path(out or default_out(experiment)), experiment, json.loads(over["lines"]))
 
 

@@ -18,7 +18,7 @@ from cryptography.x509.verification import PolicyBuilder, Store, VerificationErr
 
 from fedcog.cli import main
 from fedcog.experiments.config import Experiment, make_algorithm
-from fedcog.experiments.deployment import read_settings
+from fedcog.experiments.deployment import client_app, read_settings
 from fedcog.settings import ConfigError
 
 WORDS = ["--clients", "2", "--host", "fl.example.org", "--algorithm", "fedprox+fedcog", "--rounds", "7"]
@@ -79,6 +79,11 @@ def test_the_example_is_an_app_of_ours() -> None:
     for built in example.parent.glob("*.fab"):
         built.unlink()
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_node_may_be_sent_to_other_processes_as_flowers_simulation_does() -> None:
+    cloudpickle = pytest.importorskip("ray.cloudpickle")
+    assert callable(cloudpickle.loads(cloudpickle.dumps(client_app())))
 
 
 @pytest.mark.parametrize(

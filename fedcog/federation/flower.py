@@ -11,6 +11,8 @@ import logging
 import math
 import os
 import re
+import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -444,11 +446,13 @@ def _listed(refused: dict[int, str]) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Within it, Flower tells of errors alone."""
-    logger = logging.getLogger("flwr")
+    """Within it, Flower tells of errors alone; after it, SIGTERM means what it meant, which Ray does not see to."""
+    logger, ending = logging.getLogger("flwr"), signal.getsignal(signal.SIGTERM)
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
         logger.setLevel(before)
+        if threading.current_thread() is threading.main_thread() and ending is not None:
+            signal.signal(signal.SIGTERM, ending)

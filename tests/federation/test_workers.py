@@ -192,13 +192,13 @@ def test_workers_go_with_whoever_asked_for_them() -> None:
 
 
 def test_an_interrupt_reaches_the_parent_alone() -> None:
-    small = side_by_side(Small(Calls(what=lambda: time.sleep(0.05))))
+    small = side_by_side(Small(Calls(what=lambda: time.sleep(0.2))))
     small.run()
     for process in multiprocessing.active_children():
         os.kill(process.pid or 0, signal.SIGINT)
     small.run()
     alarm = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
-    signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)  # again, should one come where nobody can raise
+    signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)  # again, should one come where nobody can raise
     try:
         with pytest.raises(KeyboardInterrupt):
             small.run()

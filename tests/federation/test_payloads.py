@@ -10,6 +10,7 @@ from fedcog import tree
 from fedcog.algorithms import ALGORITHMS, Algorithm, Wrapper
 from fedcog.experiments.config import Experiment, make_algorithm
 from fedcog.experiments.prepare import Prepared
+from fedcog.federation import masking
 from fedcog.federation.payloads import Unfit, fitted
 from fedcog.tree import State
 
@@ -68,4 +69,12 @@ def test_what_an_answer_looks_like_is_known_before_it_comes(name: str) -> None:
     shared = algorithm.broadcast(prepared.server)
     done, _ = simulation.alone(algorithm, shared, 1, algorithm.client_init(shared), 0, 0.01, True)
     flat = tree.flatten({"total": done.total, "hits": done.hits, "loss": done.loss, "distance": done.distance})
-    assert tree.flatten(fitted(simulation.form(algorithm, shared), flat)).keys() == flat.keys()
+    form = simulation.form(algorithm, shared)
+    assert tree.flatten(fitted(form, flat)).keys() == flat.keys()
+    if algorithm.uplink == "sum":  # then it can be masked, in two vectors' sum as in one
+        assert masking.lacking(form["total"], algorithm.scales) == []
+        one = masking.vector(done.total, done.loss[0], algorithm.scales, 1.0)
+        total, loss = masking.total(one + one, form["total"], algorithm.scales, 1.0)
+        assert loss == pytest.approx(2 * float(done.loss))
+        for key, value in tree.flatten(total).items():
+            torch.testing.assert_close(value, 2 * tree.flatten(done.total)[key], atol=1e-6, rtol=1e-5)

@@ -15,6 +15,7 @@ import fedcog
 from fedcog import streams, tree
 from fedcog.algorithms import ALGORITHMS, Wrapper
 from fedcog.experiments.config import Experiment, make_algorithm
+from fedcog.experiments.prepare import Prepared
 from fedcog.experiments.record import RunDirectory
 from fedcog.federation.privacy import Privacy, takes_part_most
 from fedcog.settings import ConfigError
@@ -77,6 +78,13 @@ def test_noise_of_the_operating_system_is_normal_and_never_the_same() -> None:
     assert not torch.equal(one, two)
     assert float(one.std()) == pytest.approx(1.0, rel=0.02) and abs(float((one * two).mean())) < 0.02
     assert streams.entropy((0,)).shape == (0,) and streams.entropy((3, 5)).shape == (3, 5)
+
+
+def test_real_clients_have_real_noise() -> None:
+    one = experiment("fedavg", privacy="local")
+    here, there = Prepared(one).privacy, Prepared(one, remote=True).privacy
+    assert here is not None and here.simulated
+    assert there is not None and not there.simulated
 
 
 def analytic(sigma: float, delta: float) -> float:

@@ -192,6 +192,8 @@ def test_workers_go_with_whoever_asked_for_them() -> None:
 
 
 def test_an_interrupt_reaches_the_parent_alone() -> None:
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever others have left behind
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGALRM})
     small = side_by_side(Small(Calls(what=lambda: time.sleep(0.2))))
     small.run()
     for process in multiprocessing.active_children():
@@ -205,6 +207,7 @@ def test_an_interrupt_reaches_the_parent_alone() -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, alarm)
+        signal.signal(signal.SIGINT, interrupt)
     assert not multiprocessing.active_children()
 
 

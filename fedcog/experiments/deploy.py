@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from fedcog.experiments.config import Experiment, layers, name_of, toml
-from fedcog.experiments.nodes import check_deployed
+from fedcog.experiments.nodes import OWN, check_deployed
 from fedcog.settings import ConfigError
 
 LINK = "federation"  # the name under which Flower's command line knows the server
@@ -63,9 +63,15 @@ REGISTER = """#!/bin/sh
 # Make the nodes known to the server: it listens to no others.
 cd "$(dirname "$0")" || exit 1
 export FLWR_TELEMETRY_ENABLED=0 FLWR_HOME="$PWD/flower"
+failed=0
 for key in ../nodes/*/key.pub; do
-    flwr supernode register "$key" {link} || echo "$key: not registered; if it is in use already, all is well." >&2
+    said="$(flwr supernode register "$key" {link} 2>&1)" || case "$said" in
+    *"already in use"*) ;; # it was registered before
+    *) failed=1 ;;
+    esac
+    echo "$said"
 done
+exit "$failed"
 """
 
 RUN = """#!/bin/sh
@@ -110,7 +116,7 @@ def init(folder: Path, experiment: Experiment, *, host: str, port: int, data: st
     _write(folder / "admin" / "run.sh", RUN.format(**values).encode(), script=True)
     _write(folder / "app" / "federation.py", APP.encode())
     _write(folder / "app" / "pyproject.toml", _app(experiment, data, classes).encode())
-    _write(folder / "README.md", _guide(folder, experiment, host, port, bool(classes)).encode())
+    _write(folder / "README.md", _guide(experiment, host, port, bool(classes)).encode())
 
 
 def _check(folder: Path, experiment: Experiment, host: str, port: int, data: str, classes: str) -> None:
@@ -142,7 +148,7 @@ def _app(experiment: Experiment, data: str, classes: str) -> str:
     """The settings of the app: all of the experiment's, so that any can be changed when it is run."""
     values = experiment.to_dict() | ({"dataset": "custom", "evaluate_local": False} if classes else {})
     values = {name: value for name, value in values.items() if name not in ("backend", "mapping", "workers", "device")}
-    own = {"out": "runs/federation", "patience": 600.0, "data": data, "classes": classes}
+    own = OWN | {"data": data, "classes": classes}
     plain = {name: value for name, value in (values | own).items() if not isinstance(value, dict)}
     lines = [
         "[build-system]",
@@ -177,7 +183,7 @@ def _app(experiment: Experiment, data: str, classes: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _guide(folder: Path, experiment: Experiment, host: str, port: int, own: bool) -> str:
+def _guide(experiment: Experiment, host: str, port: int, own: bool) -> str:
     """What to do, in order."""
     data = " /path/to/its/data" if own else ""
     return f"""# A federation of {experiment.clients} nodes

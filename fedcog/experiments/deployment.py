@@ -20,7 +20,7 @@ from torch import nn
 from fedcog.algorithms import ALGORITHMS, Algorithm
 from fedcog.data import Dataset, places
 from fedcog.experiments.config import Experiment, name_of, read_experiment
-from fedcog.experiments.nodes import check_deployed, driven, lacking_scales, secure
+from fedcog.experiments.nodes import OWN, check_deployed, check_scales, driven, secure
 from fedcog.experiments.prepare import Prepared, surroundings
 from fedcog.experiments.record import RunDirectory
 from fedcog.experiments.run import carry_out
@@ -28,10 +28,6 @@ from fedcog.federation.flower import ClientApp, Context, Nodes, Ready, ServerApp
 from fedcog.federation.flower import client_app as flower_client
 from fedcog.federation.flower import server_app as flower_server
 from fedcog.settings import ConfigError
-
-OWN: dict[str, Any] = {"out": "runs/federation", "patience": 600.0, "data": "", "classes": ""}
-"""Settings of a deployment beside those of an experiment: where the server's record goes, how many seconds it waits for
-an answer, where its test examples lie, and the names of all classes; the last two where the data are the nodes' own."""
 
 LOG = logging.getLogger("flwr")  # what Flower shows of a run
 
@@ -51,7 +47,6 @@ def server_app(network: Network | None = None, algorithms: Sequence[type[Algorit
 
 def client_app(network: Network | None = None, algorithms: Sequence[type[Algorithm]] = ()) -> ClientApp:
     """A node's half, with the same network and algorithms as the server's."""
-
     return flower_client(functools.partial(_prepare, network, tuple(algorithms)))
 
 
@@ -134,7 +129,7 @@ def _serve(
         LOG.info(f"{run.path} holds all {rounds} rounds already: set another out to begin anew.")
         return
     ready = Ready(turn.backend, experiment.algorithm, secure(experiment))
-    lacking_scales(ready, turn.work.shared)
+    check_scales(ready, turn.work.shared)
     started = RunDirectory(own["out"]).provenance().get("started", "")
     name = hashlib.sha256(f"{experiment.identity} {started}".encode()).hexdigest()[:16]
     LOG.info(f"{name_of(experiment.algorithm)}: waiting for {experiment.clients} nodes")

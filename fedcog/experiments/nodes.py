@@ -4,7 +4,7 @@ import contextlib
 import functools
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -19,6 +19,11 @@ from fedcog.tree import State
 if TYPE_CHECKING:
     from fedcog.experiments.run import Run
     from fedcog.federation.flower import Nodes, Ready
+
+
+OWN: dict[str, Any] = {"out": "runs/federation", "patience": 600.0, "data": "", "classes": ""}
+"""Settings of a deployment beside those of an experiment: where the server's record goes, how many seconds it waits for
+an answer, where its test examples lie, and the names of all classes; the last two where the data are the nodes' own."""
 
 
 def flows(experiment: Experiment) -> bool:
@@ -104,7 +109,7 @@ def on_flower(running: Running) -> "Run | Diverged":
 
         settings = json.dumps(experiment.to_dict())
         here = flower.Ready(backend, experiment.algorithm, secure(experiment))
-        lacking_scales(here, turn.work.shared)
+        check_scales(here, turn.work.shared)
         flower.simulate(serve, here, functools.partial(ready, settings))
     if not ended:
         raise RuntimeError("Flower's simulation engine ended before the run did: its log tells more.")
@@ -122,7 +127,7 @@ def driven(running: Running, turn: Turn, nodes: "Nodes") -> "Run":
         return cast("Run", end.value)
 
 
-def lacking_scales(ready: "Ready", shared: State) -> None:
+def check_scales(ready: "Ready", shared: State) -> None:
     """Refuse secure aggregation of what no scale is declared for."""
     if ready.secure:
         form = ready.simulation.form(ready.algorithm, shared)["total"]

@@ -3,8 +3,6 @@
 import contextlib
 import dataclasses
 import datetime
-import functools
-import json
 import platform
 import shlex
 import sys
@@ -24,9 +22,9 @@ from fedcog.experiments.divergence import advice
 from fedcog.experiments.nodes import check_flower, flows, on_flower
 from fedcog.experiments.prepare import Prepared, check_runnable, privacy, surroundings
 from fedcog.experiments.record import Checkpoint, RecordError, RunDirectory
+from fedcog.experiments.torchrun import followed, led
 from fedcog.experiments.turns import Interrupted, Running, Turn, in_step
 from fedcog.federation import ranks
-from fedcog.federation.ranks import Ranks
 from fedcog.federation.rounds import Diverged, Federation
 from fedcog.models import build
 from fedcog.settings import ConfigError
@@ -113,7 +111,10 @@ def run(
             ["torchrun shares clients among its processes, and Flower has nodes of its own: use one of them."]
         )
     if ranks.follows():
-        return _follow(_ranks(), experiment, out, data, model)
+        with surroundings(experiment.threads, experiment.tf32):
+            experiment = _with_own(experiment, data, model)
+            lines = followed(Prepared(experiment, data, model))
+            return Run(Path(out or default_out(experiment)), experiment, lines)
     with surroundings(experiment.threads, experiment.tf32):
         (finished,) = finish(experiment, [carry_out(experiment, out, **own)])  # type: ignore[arg-type]
         if isinstance(finished, Diverged):
@@ -196,59 +197,8 @@ def finish(experiment: Experiment, runs: Sequence[Running]) -> list[Run | Diverg
         return [on_flower(running) for running in runs]
     if ranks.started():
         (running,) = runs
-        return [_led(_ranks(), running)]
+        return [led(running)]
     return in_step(runs)
-
-
-@functools.cache
-def _ranks() -> Ranks:
-    """The processes that torchrun started."""
-    return Ranks()
-
-
-def _led(together: Ranks, running: Running) -> Run | Diverged:
-    """The run, each of its rounds gathered from all processes, who are told when it is over.
-
-    Of what goes wrong in the midst of a round nobody is told: this process ends, and torchrun ends the others.
-    """
-    words: dict[str, Any] = {}
-    with contextlib.closing(running):
-        try:
-            turn = next(running)
-            while True:
-                turn = running.send(together.gather(turn.backend, turn.algorithm, turn.work))
-        except StopIteration as end:
-            done: Run = end.value
-            words = {"lines": json.dumps(done.lines)}
-            return done
-        except Diverged as error:
-            words = {"diverged": str(error), "round": error.round}
-            return error
-        except Interrupted:
-            words = {"interrupted": True}
-            raise
-        finally:
-            if words:
-                together.end(words)
-
-
-def _follow(
-    together: Ranks, experiment: Experiment, out: str | Path | None, data: Dataset | None, model: nn.Module | None
-) -> Run:
-    """The run as the leading process carries it out, with this one's help."""
-    with surroundings(experiment.threads, experiment.tf32):
-        experiment = _with_own(experiment, data, model)
-        prepared = Prepared(experiment, data, model)
-        form = experiment.algorithm.broadcast(prepared.server)
-        try:
-            over = together.follow(prepared.backend, experiment.algorithm, form)
-        finally:
-            prepared.backend.cohort.close()
-    if "diverged" in over:
-        raise Diverged([], over["round"], over["diverged"])
-    if "lines" not in over:
-        raise Interrupted("stopped")
-    return Run(Path(out or default_out(experiment)), experiment, json.loads(over["lines"]))
 
 
 def load(path: str | Path, model: nn.Module | None = None, algorithm: Algorithm | None = None) -> nn.Module:

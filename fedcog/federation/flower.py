@@ -158,8 +158,9 @@ class Nodes:
             client = whose[ledger.sender(reply)]
             try:
                 found = answer(reply, form, score=work.before is not None)
-                if bool((found.get("hits", simulation.totals) > simulation.totals).any()):
-                    raise Unfit("it tells of more right answers than there are.")
+                hits = found.get("hits", simulation.totals)
+                if not bool(((hits >= 0) & (hits <= simulation.totals)).all()):
+                    raise Unfit("it tells of fewer right answers than none, or of more than there are.")
                 answers[client] = found
                 del refused[client]
             except Unfit as error:
@@ -331,10 +332,8 @@ def client_app(prepare: Prepare) -> ClientApp:
 
 def _masked(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
     """Flower's part of secure aggregation at a node, where it is asked for."""
-    return (secaggplus_mod if RECORD_KEY_CONFIGS in message.content else _unmasked)(message, context, call_next)
-
-
-def _unmasked(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+    if RECORD_KEY_CONFIGS in message.content:
+        return secaggplus_mod(message, context, call_next)
     return call_next(message, context)
 
 
@@ -363,8 +362,8 @@ def told(found: Any, form: State, score: bool) -> State:
     if not finite(parts):
         raise NotFinite("it holds numbers that are not finite.")
     weight, count = float(parts["total"]["weight"]), float(parts["total"].get("count", 1))
-    if not 0 < weight <= 1 or count != 1 or bool((parts.get("hits", torch.zeros(1)) < 0).any()):
-        raise Unfit(f"it counts as {count:g} clients of weight {weight:g}, or counts below zero.")
+    if not 0 < weight <= 1 or count != 1:
+        raise Unfit(f"it counts as {count:g} clients of weight {weight:g}.")
     return parts
 
 

@@ -192,7 +192,7 @@ def test_workers_go_with_whoever_asked_for_them() -> None:
 
 
 def test_an_interrupt_reaches_the_parent_alone() -> None:
-    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever others have left behind
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)  # one started in the background ignores it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGALRM})
     small = side_by_side(Small(Calls(what=lambda: time.sleep(0.2))))
     small.run()

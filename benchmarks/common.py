@@ -6,11 +6,9 @@ import datetime
 import gc
 import importlib.metadata
 import json
-import os
 import platform
 import shlex
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Generator, Sequence
@@ -24,6 +22,7 @@ from torch import nn
 
 from fedcog.data import Dataset, sources
 from fedcog.experiments.config import Experiment, make_algorithm
+from fedcog.experiments.provenance import commit
 from fedcog.experiments.prepare import Prepared, find_device, surroundings
 from fedcog.federation.rounds import Round, federate
 
@@ -146,16 +145,6 @@ def about(device: torch.device, data: str | None) -> dict[str, str]:
         "commit": commit(),
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *map(_short, sys.argv[1:])]),
     }
-
-
-def commit() -> str:
-    """Of this project, as the environment's COMMIT tells it (for a copy without its history), or else git."""
-    if told := os.environ.get("COMMIT"):
-        return told
-    asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*"]
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
-    return "unknown"
 
 
 def _short(argument: str) -> str:

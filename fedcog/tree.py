@@ -101,6 +101,11 @@ def nbytes(state: State) -> int:
     return sum(value.nbytes for value in flatten(state).values())
 
 
+def forms(state: State) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """What a state looks like from outside: its tensors' names, shapes and types."""
+    return {name: (value.shape, value.dtype) for name, value in flatten(state).items()}
+
+
 def flatten(state: State, prefix: str = "") -> Params:
     """A state as one flat dict whose names are paths: {"a": {"b": t}} is {"a::b": t}."""
     flat: Params = {}

@@ -44,6 +44,9 @@ class FedCOG(Wrapper):
         "balanced", "shares of real and generated loss: by how much is missing, or 1 and lambda_kd"
     )
     lambda_kd: float = setting(0.01, "weight of the generated loss under fixed weighting", ">= 0")
+    control: Literal["off", "loss", "lr"] = setting(
+        "off", "nothing generated, to compare with: the real share on the loss alone, or on the learning rate"
+    )
     start_round: int = setting(50, "rounds of the inner algorithm before generation begins", ">= 0")
     generation_batch: int = setting(0, "inputs optimised at a time, to save memory; 0: all", ">= 0")
 
@@ -62,18 +65,18 @@ class FedCOG(Wrapper):
         if "noise" not in draws:
             return draft
         labels = site.task.targets(site.counts, self.count, self.labels)
-        return draft | {"made": generation.begin(draws["noise"], labels, self._recipe)}
+        return draft | {"made": generation.begin(draws["noise"], labels, self.recipe)}
 
     def redrafts(self, round: int) -> int:
         """The steps of the optimisation, once awake."""
-        return max(self.inner.redrafts(round), self._recipe.steps if round >= self.start_round else 0)
+        return max(self.inner.redrafts(round), self.recipe.steps if round >= self.start_round else 0)
 
     def redraft(self, draft: State, site: Site) -> State:
         """The inputs one step of Adam on (eq. 1)."""
         draft = self.inner.redraft(draft, site)
-        if "made" not in draft or not self._recipe.steps:
+        if "made" not in draft or not self.recipe.steps:
             return draft
-        teacher, recipe = self._teacher(site), self._recipe
+        teacher, recipe = self._teacher(site), self.recipe
         student = teacher | site.own["previous"]
         loss = generation.objective(site.task, site.model, teacher, student, recipe.disagreement, self.count)
         made = generation.improve(loss, draft["made"], site.step, recipe, site.gradient)
@@ -93,7 +96,7 @@ class FedCOG(Wrapper):
     def outputs(self, params: Params, batch: Batch, site: Site) -> State:
         """Inner's, and those on the generated inputs, which leave running statistics alone."""
         outputs = self.inner.outputs(params, batch, site)
-        if "made" in batch:
+        if "made" in batch and self.control == "off":
             outputs = outputs | {"made": site.still.logits(params, batch["made"]["x"])}
         return outputs
 
@@ -102,13 +105,23 @@ class FedCOG(Wrapper):
         real = self.inner.data_loss(outputs, batch, site)
         if "made" not in batch:
             return real
+        real_share, made_share = self._shares(site)
+        if self.control != "off":
+            return real_share * real if self.control == "loss" else real
         teacher = batch["made"]["logits"]
         if self.supervision == "soft":
             made = site.task.distil(teacher, outputs["made"]).mean()
         else:
             made = site.task.loss(outputs["made"], site.task.decide(teacher)).mean()
-        real_share, made_share = self._shares(site)
         return real_share * real + made_share * made
+
+    def after_step(self, before: Params, after: Params, batch: Batch, site: Site) -> Params:
+        """Inner's; as a control, only the real share of the way."""
+        after = self.inner.after_step(before, after, batch, site)
+        if "made" not in batch or self.control != "lr":
+            return after
+        share = self._shares(site)[0]
+        return {name: value + share * (after[name] - value) for name, value in before.items()}
 
     def client_update(self, params: Params, site: Site, effort: Effort) -> tuple[State, State]:
         """Inner's; the local model is kept as the next round's previous one, and nothing more is sent."""
@@ -116,8 +129,9 @@ class FedCOG(Wrapper):
         return own | {"previous": site.local(params)}, payload
 
     @property
-    def _recipe(self) -> generation.Recipe:
-        steps = 0 if self.source == "noise" else self.steps
+    def recipe(self) -> generation.Recipe:
+        """How inputs are made."""
+        steps = 0 if self.source == "noise" or self.control != "off" else self.steps
         return generation.Recipe(
             steps=steps,
             lr=self.lr,

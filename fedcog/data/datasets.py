@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -55,6 +58,15 @@ class Dataset:
     def input_shape(self) -> tuple[int, ...]:
         """The shape of one example, as a model takes it."""
         return tuple(self.train_x.shape[1:])
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A digest of all examples and of what is known about them."""
+        found = hashlib.sha256(json.dumps([self.mean, self.std, self.classes]).encode())
+        for part in (self.train_x, self.train_y, self.test_x, self.test_y):
+            found.update(f"{part.dtype} {list(part.shape)}".encode())
+            found.update(part.contiguous().numpy().data)
+        return found.hexdigest()
 
     def _form_faults(self) -> Iterator[str]:
         train, test = self.train_x, self.test_x

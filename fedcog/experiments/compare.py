@@ -10,7 +10,7 @@ from torch import nn
 
 from fedcog.data import Dataset
 from fedcog.experiments.config import Experiment, name_of
-from fedcog.experiments.prepare import find_device, surroundings
+from fedcog.experiments.prepare import stacked, surroundings
 from fedcog.experiments.record import RunDirectory
 from fedcog.experiments.run import Run, Watch, carry_out, finish, read
 from fedcog.experiments.summary import labels
@@ -68,11 +68,6 @@ def _groups(all_: list[tuple[Experiment, Path]]) -> list[tuple[Experiment, list[
     """Runs that are carried out in step: seeds of one experiment whose clients train together; else each alone."""
     groups: dict[object, list[tuple[Experiment, Path]]] = {}
     for experiment, place in all_:
-        mates = dataclasses.replace(experiment, seed=0) if _stacked(experiment) else place
+        mates = dataclasses.replace(experiment, seed=0) if stacked(experiment) else place
         groups.setdefault(mates, []).append((experiment, place))
     return [(group[0][0], group) for group in groups.values()]
-
-
-def _stacked(experiment: Experiment) -> bool:
-    """Do several seeds train as one? On a GPU, where ten clients leave most of it idle."""
-    return find_device(experiment.device).type == "cuda" and experiment.mapping in ("auto", "graph")

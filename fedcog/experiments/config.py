@@ -182,12 +182,15 @@ class Experiment:
         words["label-skew"] = f"label-skew, {self.classes_per_client} classes each"
         return words.get(self.partition, self.partition)
 
+    def telling(self) -> dict[str, Any]:
+        """The settings that decide the results, an algorithm's own in a table of its name."""
+        free = {field.name for field in dataclasses.fields(self) if not field.metadata.get("identity", True)}
+        return {name: value for name, value in self.to_dict().items() if name not in free}
+
     @property
     def identity(self) -> str:
         """A digest of what decides the results; runs of equal identity may continue each other."""
-        free = {field.name for field in dataclasses.fields(self) if not field.metadata.get("identity", True)}
-        values = {name: value for name, value in self.to_dict().items() if name not in free}
-        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(self.telling(), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _key(name: str) -> str:

@@ -149,6 +149,13 @@ class RunDirectory:
             )
         self._write("rounds.jsonl", b"".join(lines[:rounds]))
 
+    def adopt(self, other: "RunDirectory", rounds: int) -> None:
+        """Take over the first rounds of another run."""
+        lines = other._whole_lines()
+        if len(lines) < rounds:
+            raise RecordError(f"{other.path / 'rounds.jsonl'} has fewer lines than its checkpoint has rounds.")
+        self._write("rounds.jsonl", b"".join(lines[:rounds]))
+
     def save(self, checkpoint: Checkpoint) -> None:
         """Replace the checkpoint, or leave the old one as it was."""
         flat = tree.flatten({"server": checkpoint.server})

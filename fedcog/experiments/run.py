@@ -2,10 +2,6 @@
 
 import contextlib
 import dataclasses
-import datetime
-import platform
-import shlex
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import fedcog
 from fedcog import tree
 from fedcog.algorithms import Algorithm
 from fedcog.data import Dataset
@@ -21,14 +16,15 @@ from fedcog.experiments.config import Experiment, name_of
 from fedcog.experiments.divergence import advice
 from fedcog.experiments.nodes import check_flower, flows, on_flower
 from fedcog.experiments.prepare import Prepared, check_runnable, privacy, surroundings
+from fedcog.experiments.provenance import provenance
 from fedcog.experiments.record import Checkpoint, RecordError, RunDirectory
 from fedcog.experiments.torchrun import followed, led
 from fedcog.experiments.turns import Interrupted, Running, Turn, in_step
+from fedcog.experiments.warm import inherit
 from fedcog.federation import ranks
 from fedcog.federation.rounds import Diverged, Federation
 from fedcog.models import build
 from fedcog.settings import ConfigError
-from fedcog.tree import State
 
 Watch = Callable[[Experiment, dict[str, Any]], None]
 
@@ -137,10 +133,14 @@ def carry_out(
     stopping: Callable[[], bool] | None = None,
     command: str | None = None,
     remote: bool = False,
+    loaded: Dataset | None = None,
+    after: Path | None = None,
 ) -> Running:
     """An experiment as it is carried out: it asks for each round's gathering, and returns the run as recorded.
 
-    Of `remote` clients nothing is here: neither their data, if those are your own, nor what they keep.
+    Of `remote` clients nothing is here: neither their data, if those are your own, nor what they keep. `loaded` is
+    the data set that the experiment names, where it is at hand. A new run may go on `after` the rounds of a finished
+    one.
     """
     experiment = _with_own(experiment, data, model)
     if flows(experiment) and not remote:
@@ -152,18 +152,29 @@ def carry_out(
             _check_same(directory, experiment, resume)
         elif directory.load() is not None or directory.lines():
             raise RecordError(f"{directory.path} holds a run whose experiment.toml is gone: choose another --out.")
-        prepared = Prepared(experiment, data, model, {} if remote and data is not None else None, remote)
+        held: dict[int, torch.Tensor] | None = {} if remote and data is not None else None
+        prepared = Prepared(experiment, loaded if data is None else data, model, held, remote)
         ending.callback(prepared.backend.cohort.close)
         start = _restore(directory, prepared, remote) if directory.exists() else 0
-        directory.begin(experiment, directory.provenance() or _provenance(command, prepared.device))
+        told = directory.provenance() or provenance(command, prepared.device)
+        if after is not None and not start:
+            told |= {"after": name_of(RunDirectory(after).experiment().algorithm)}
+        directory.begin(experiment, told)
         directory.save_federation(*prepared.federation())
+        if after is not None and not start:
+            start = _put_back(prepared, inherit(directory, prepared, RunDirectory(after)))
         directory.rewind(start)
         algorithm, backend = experiment.algorithm, prepared.backend
         federation = Federation(algorithm, backend, prepared, prepared.schedule, prepared.server, prepared.privacy)
         last: Checkpoint | None = None
         for round in range(start, experiment.rounds):
             work = federation.ask(round)
-            gathered = yield Turn(experiment, backend, work)
+            try:
+                gathered = yield Turn(experiment, backend, work)
+            except Interrupted:
+                if last is not None:
+                    directory.save(last)
+                raise
             try:
                 line, server, exhibit = federation.answer(work, gathered)
             except Diverged as error:
@@ -289,10 +300,16 @@ def _restore(directory: RunDirectory, prepared: Prepared, remote: bool) -> int:
             f"the run in {directory.path} went on Flower, whose nodes took with them what clients of "
             f"{name_of(algorithm)} keep: begin it again, with another --out."
         )
-    if _forms(prepared.server, clients) != _forms(checkpoint.server, tree.unflatten(checkpoint.clients)):
+    mine, theirs = (prepared.server, clients), (checkpoint.server, tree.unflatten(checkpoint.clients))
+    if [tree.forms(state) for state in mine] != [tree.forms(state) for state in theirs]:
         raise RecordError(
             f"{directory.path / 'checkpoint.safetensors'} does not fit this network: choose another --out."
         )
+    return _put_back(prepared, checkpoint)
+
+
+def _put_back(prepared: Prepared, checkpoint: Checkpoint) -> int:
+    """The rounds of a checkpoint, with everybody's state as it was then."""
     prepared.server = tree.to(checkpoint.server, prepared.device)
     prepared.backend.store.restore(tree.to(checkpoint.clients, prepared.device))
     return checkpoint.round
@@ -306,20 +323,3 @@ def _told(error: Diverged, experiment: Experiment, directory: RunDirectory, last
     told = Diverged(error.clients, error.round, f"{advice(experiment, error)} {good}")
     directory.fail(str(told))
     return told
-
-
-def _forms(*states: State) -> list[dict[str, tuple[torch.Size, torch.dtype]]]:
-    """What states look like from outside: their tensors' names, shapes and types."""
-    return [{name: (value.shape, value.dtype) for name, value in tree.flatten(state).items()} for state in states]
-
-
-def _provenance(command: str | None, device: torch.device) -> dict[str, Any]:
-    return {
-        "command": command or shlex.join(["python", *sys.argv]),
-        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "fedcog": fedcog.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        "system": platform.system(),
-    }

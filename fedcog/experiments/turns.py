@@ -36,7 +36,7 @@ Running = Generator[Turn, Gathered, "Run"]
 def in_step(runs: Sequence[Running]) -> "list[Run | Diverged]":
     """Runs of one experiment that differ in their seed, round by round; clients of the same round train together.
 
-    What diverges ends alone; what is interrupted lets the others finish their round; whatever else is raised ends all.
+    What diverges ends alone; when one is interrupted all are, after the same round; whatever else is raised ends all.
     """
     ended: dict[int, Run | Diverged] = {}
     turns: dict[int, Turn] = {}
@@ -56,6 +56,9 @@ def in_step(runs: Sequence[Running]) -> "list[Run | Diverged]":
                 except Interrupted as error:
                     interrupted = error
             if interrupted is not None:
+                for place in turns:
+                    with contextlib.suppress(Interrupted):
+                        runs[place].throw(interrupted)
                 raise interrupted
             now = min((turn.work.round for turn in turns.values()), default=0)
             places = [place for place, turn in turns.items() if turn.work.round == now]

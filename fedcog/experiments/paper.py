@@ -1,0 +1,504 @@
+"""Every table and figure of the paper as experiments, with its numbers beside (Ye et al., ICLR 2024)."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+from fedcog.algorithms import Algorithm, FedCOG
+from fedcog.experiments.config import Experiment, make_algorithm
+from fedcog.experiments.probes import Kind
+
+WARM = 50
+"""Rounds of the inner method before FedCOG begins, wherever the paper runs it."""
+
+Measure = Literal["accuracy", "personal", "seconds"]
+
+
+class Start(NamedTuple):
+    """A warm start that runs share: so many rounds of a method that FedCOG lies dormant around."""
+
+    algorithm: Algorithm
+    rounds: int = WARM
+
+    def of(self, experiment: Experiment) -> Experiment:
+        """The run to start from, for an experiment."""
+        dormant = FedCOG(self.algorithm, start_round=self.rounds)
+        return dataclasses.replace(experiment, algorithm=dormant, rounds=self.rounds, evaluate_local=False)
+
+
+class Cell(NamedTuple):
+    """One place in a table: a row of a block, the experiment that fills it, and what the paper has there."""
+
+    block: str
+    row: str
+    experiment: Experiment | None  # None: it cannot be run yet
+    start: Start | None = None
+    paper: float | None = None  # in per cent, or seconds
+    paper_deviation: float | None = None
+    measure: Measure = "accuracy"
+    probe: Kind | None = None  # measured beside training, if it is not read off the run
+
+
+class Study(NamedTuple):
+    """A table or figure of the paper, or a question of ours."""
+
+    name: str
+    title: str
+    place: str  # in the paper
+    words: str  # what was run
+    cells: tuple[Cell, ...]
+    seeds: tuple[int, ...] = (0, 1, 2)
+    ours: str = "FedCOG"  # the row that others are compared with
+    figure: Literal["", "curves", "bars", "lines", "clients", "partition", "pictures", "privacy"] = ""
+    axis: str = ""  # of a line figure: what the blocks are values of
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "Fashion-MNIST, NIID-1": {"dataset": "fashion-mnist", "partition": "dirichlet", "beta": 0.1},
+    "Fashion-MNIST, NIID-2": {"dataset": "fashion-mnist", "partition": "label-skew", "classes_per_client": 2},
+    "CIFAR-10, NIID-1": {"dataset": "cifar10", "partition": "dirichlet", "beta": 0.1},
+    "CIFAR-10, NIID-2": {"dataset": "cifar10", "partition": "label-skew", "classes_per_client": 2},
+    "CIFAR-100, NIID-1": {"dataset": "cifar100", "partition": "dirichlet", "beta": 0.1},
+    "CIFAR-100, NIID-2": {"dataset": "cifar100", "partition": "label-skew", "classes_per_client": 10},
+}
+FIRST, SECOND = "CIFAR-10, NIID-1", "CIFAR-10, NIID-2"
+
+NAMES = {
+    "fedavg": "FedAvg",
+    "fedavgm": "FedAvgM",
+    "fedprox": "FedProx",
+    "scaffold": "SCAFFOLD",
+    "moon": "MOON",
+    "fedsam": "FedSAM",
+    "vhl": "VHL",
+    "fedexp": "FedExP",
+    "feddecorr": "FedDecorr",
+    "fedreg": "FedReg",
+    "fedgen": "FedGen",
+}
+SHARING = ("fedavg", "fedavgm", "fedprox", "scaffold", "moon")
+"""Methods that FedCOG is put around somewhere: their runs share the dormant start."""
+
+MAIN = {  # Table 1: accuracy and deviation, by method, in the order of SETTINGS
+    "FedAvg": "73.07 0.08 64.11 0.78 64.36 0.11 50.55 0.45 39.07 0.36 30.93 0.23",
+    "FedAvgM": "76.81 0.48 67.73 0.65 64.36 0.33 51.32 0.74 39.21 0.19 30.97 0.11",
+    "FedProx": "73.35 0.07 64.44 1.36 63.91 0.36 53.51 0.32 38.81 0.03 30.76 0.21",
+    "SCAFFOLD": "77.02 0.63 58.47 3.05 64.36 0.43 48.35 1.86 42.25 0.40 34.27 0.22",
+    "MOON": "73.21 0.28 63.11 1.08 63.65 0.04 51.01 1.54 39.34 0.18 31.17 0.13",
+    "FedSAM": "76.44 0.06 68.14 0.60 61.38 0.23 50.76 0.36 37.97 0.26 30.75 0.11",
+    "VHL": "73.08 0.89 70.26 1.79 60.81 1.33 51.60 0.98 37.55 1.06 28.41 0.48",
+    "FedExP": "65.03 1.14 59.49 1.69 48.96 2.11 37.97 1.75 35.14 1.25 22.47 0.29",
+    "FedDecorr": "72.77 0.70 60.70 4.59 63.40 0.29 47.53 1.99 37.68 0.40 27.08 0.29",
+    "FedReg": "70.75 0.23 69.89 0.74 55.40 0.33 46.64 0.42 30.95 0.39 23.70 0.31",
+    "FedGen": "72.64 1.27 61.34 2.44 62.45 0.40 49.12 0.51 37.99 0.23 26.93 0.15",
+    "FedCOG": "77.34 0.07 73.68 0.38 64.83 0.12 54.00 0.84 42.88 0.02 34.80 0.42",
+}
+MAIN_AVERAGES = dict(
+    zip(MAIN, (53.68, 55.07, 54.13, 54.12, 53.58, 54.24, 53.62, 44.84, 51.53, 49.52, 51.75, 57.92), strict=True)
+)
+PLUG = {  # Table 3: bare, with FedCOG; for CIFAR-10 NIID-1 and NIID-2, then FLAIR's O-F1 and C-F1
+    "fedavg": "63.34 64.47 49.30 49.50 47.91 51.35 20.63 20.89",
+    "fedavgm": "61.71 64.63 44.73 45.14 48.77 51.60 20.11 21.98",
+    "fedprox": "64.15 64.87 50.35 50.89 45.71 54.57 18.66 19.08",
+    "scaffold": "63.67 65.36 46.47 51.26 42.50 45.22 16.74 18.96",
+    "moon": "62.56 63.24 49.64 50.72 44.99 52.78 18.83 19.92",
+}
+FLAIR = {  # Table 2: C-P, C-R, C-F1, O-F1
+    "FedAvg": "30.76 14.23 18.30 44.53",
+    "FedAvgM": "29.76 16.76 20.44 48.43",
+    "FedProx": "32.27 14.95 18.66 45.71",
+    "SCAFFOLD": "31.10 12.37 16.74 42.50",
+    "MOON": "31.41 14.71 18.83 44.99",
+    "FedSAM": "32.33 14.39 17.94 46.18",
+    "FedDecorr": "33.44 13.36 17.51 41.89",
+    "FedExP": "29.14 15.70 19.64 46.57",
+    "FedCOG": "37.87 18.78 20.89 51.35",
+}
+
+
+def experiment(setting: str, algorithm: Algorithm | str = "fedavg", **changes: Any) -> Experiment:
+    """The paper's experiment in one of its six settings; local models are not evaluated unless asked for."""
+    chosen = make_algorithm(algorithm) if isinstance(algorithm, str) else algorithm
+    usual = {"evaluate_local": False, "checkpoint_every": 10}
+    return Experiment(algorithm=chosen, **SETTINGS[setting] | usual | changes)
+
+
+def numbers(text: str) -> list[float]:
+    """The numbers in a line of a table."""
+    return [float(word) for word in text.split()]
+
+
+def _method(name: str, setting: str, **changes: Any) -> tuple[Experiment, Start | None]:
+    """A method by itself, from the shared start where there is one."""
+    made = experiment(setting, name, **changes)
+    return made, Start(made.algorithm) if name in SHARING else None
+
+
+def _cog(setting: str, inner: str = "fedavg", options: dict[str, Any] | None = None, **changes: Any) -> Any:
+    """FedCOG around a method, from the shared start."""
+    base = make_algorithm(inner)
+    return experiment(setting, FedCOG(base, **options or {}), **changes), Start(base)
+
+
+def main() -> Study:
+    """Twelve methods, three data sets, two kinds of skew; FedCOG under both weightings."""
+    cells = []
+    for place, setting in enumerate(SETTINGS):
+        for name, title in NAMES.items():
+            accuracy, deviation = numbers(MAIN[title])[2 * place : 2 * place + 2]
+            cells.append(Cell(setting, title, *_method(name, setting), accuracy, deviation))
+        accuracy, deviation = numbers(MAIN["FedCOG"])[2 * place : 2 * place + 2]
+        cells.append(Cell(setting, "FedCOG", *_cog(setting), accuracy, deviation))
+        fixed = _cog(setting, options={"weighting": "fixed"})
+        cells.append(Cell(setting, "FedCOG, lambda_kd = 0.01", *fixed, accuracy, deviation))
+    return Study(
+        "main",
+        "Comparison with other methods",
+        "Table 1",
+        "70 rounds each; FedCOG: 50 of FedAvg, then 20 of FedCOG. The paper states lambda_kd = 0.01 as its default and "
+        "describes a weighting without that hyper-parameter: both are here, beside the paper's one number.",
+        tuple(cells),
+    )
+
+
+def plug() -> Study:
+    """Five methods, then one round more, bare or with FedCOG."""
+    cells = []
+    for place, setting in enumerate((FIRST, SECOND)):
+        for name in SHARING:
+            bare, cog = numbers(PLUG[name])[2 * place : 2 * place + 2]
+            cells.append(Cell(setting, NAMES[name], *_method(name, setting, rounds=WARM + 1), bare))
+            both = _cog(setting, name, rounds=WARM + 1)
+            cells.append(Cell(setting, f"{NAMES[name]} + FedCOG", *both, cog))
+    for place, measure in enumerate(("FLAIR, O-F1", "FLAIR, C-F1"), 2):
+        for name in SHARING:
+            bare, cog = numbers(PLUG[name])[2 * place : 2 * place + 2]
+            cells.append(Cell(measure, NAMES[name], None, None, bare))
+            cells.append(Cell(measure, f"{NAMES[name]} + FedCOG", None, None, cog))
+    return Study(
+        "plug-and-play",
+        "FedCOG around other methods",
+        "Table 3",
+        "50 rounds of a method, then one round of it, bare or with FedCOG, from the very same state (FLAIR: 3 rounds).",
+        tuple(cells),
+        ours="",
+    )
+
+
+def flair() -> Study:
+    """The real-world multi-label data set."""
+    names = ("C-P", "C-R", "C-F1", "O-F1")
+    cells = [
+        Cell(f"FLAIR, {measure}", row, None, None, value)
+        for place, measure in enumerate(names)
+        for row, value in ((row, numbers(text)[place]) for row, text in FLAIR.items())
+    ]
+    return Study("flair", "FLAIR", "Table 2", "400 rounds, then 5 of FedCOG. Needs FLAIR.", tuple(cells))
+
+
+def _after_fedavg() -> list[tuple[str, Experiment, Start, float]]:
+    """One round of four methods after 50 of FedAvg, as the paper's analysis has it, with its accuracies."""
+    base, more = Algorithm(), {"rounds": WARM + 1, "evaluate_local": True}
+    names = {"fedavg": 63.34, "fedprox": 64.57, "moon": 64.44}
+    found = [(NAMES[name], experiment(FIRST, name, **more), Start(base), number) for name, number in names.items()]
+    return [*found, ("FedCOG", experiment(FIRST, FedCOG(base), **more), Start(base), 65.59)]
+
+
+def time() -> Study:
+    """A client's time in 51 rounds, and what it buys."""
+    seconds = {"FedAvg": (983.0, 100.0), "FedProx": (1051.0, 87.0), "MOON": (1276.0, 147.0), "FedCOG": (1001.0, 98.0)}
+    cells = [
+        Cell("Seconds of a client, 51 rounds", row, each, start, *seconds[row], "seconds", "client-time")
+        for row, each, start, _ in _after_fedavg()
+    ]
+    cells += [Cell("Accuracy after 51 rounds", row, each, start, paper) for row, each, start, paper in _after_fedavg()]
+    return Study(
+        "time",
+        "Training time",
+        "Table 4",
+        "50 rounds of FedAvg, then one of each method. A client's time is that of a cohort of one: 50 rounds of FedAvg "
+        "and one of the method, mean and deviation over the ten clients.",
+        tuple(cells),
+    )
+
+
+def analysis() -> Study:
+    """What one round does to each client's model."""
+    cells = [
+        Cell(FIRST, row, each, start, paper) for row, each, start, paper in _after_fedavg() if row != "MOON"
+    ]  # MOON is not in the figure
+    return Study(
+        "analysis",
+        "Model difference, generalisation and personalisation",
+        "Figure 2",
+        "50 rounds of FedAvg, then one round of each method: how far local models are from the global one, how good "
+        "they are on the whole test set, and on their client's own mix of labels.",
+        tuple(cells),
+        figure="clients",
+    )
+
+
+def ablation() -> Study:
+    """Source and supervision of generated data, and controls that generate nothing."""
+    rows: dict[str, tuple[dict[str, Any], tuple[float, float] | None]] = {
+        "Gaussian noise, soft": ({"source": "noise"}, (60.98, 49.67)),
+        "global model, soft": ({"source": "global"}, (64.72, 51.61)),
+        "global and local, hard": ({"supervision": "hard"}, (63.59, 51.64)),
+        "FedCOG": ({}, (64.88, 53.20)),
+        "control: real share on the loss": ({"control": "loss"}, None),
+        "control: real share on the learning rate": ({"control": "lr"}, None),
+    }
+    cells = []
+    for place, setting in enumerate((FIRST, SECOND)):
+        for row, (options, paper) in rows.items():
+            cells.append(Cell(setting, row, *_cog(setting, options=options), paper[place] if paper else None))
+        cells.append(Cell(setting, "control: FedAvg", *_method("fedavg", setting)))
+    return Study(
+        "ablation",
+        "Ablation, with controls",
+        "Table 5",
+        "50 rounds of FedAvg, then 20 of each. The controls generate nothing: they only give the real data the share "
+        "that balanced weighting leaves it, once as a factor on its loss and once on the learning rate.",
+        tuple(cells),
+    )
+
+
+def question() -> Study:
+    """What the gain on NIID-2 consists of."""
+    rows: dict[str, dict[str, Any]] = {
+        "FedCOG": {},
+        "lambda_dis = 0": {"source": "global"},
+        "uniform labels": {"labels": "uniform"},
+        "plain noise": {"source": "noise"},
+        "hard labels": {"supervision": "hard"},
+        "lambda_kd = 0.01": {"weighting": "fixed"},
+        "lambda_kd = 1": {"weighting": "fixed", "lambda_kd": 1.0},
+        "500 generation steps": {"steps": 500},
+        "real share on the loss": {"control": "loss"},
+        "real share on the learning rate": {"control": "lr"},
+    }
+    cells = [Cell(SECOND, row, *_cog(SECOND, options=options)) for row, options in rows.items()]
+    cells.append(Cell(SECOND, "FedAvg", *_method("fedavg", SECOND)))
+    return Study(
+        "question",
+        "The gain on NIID-2: generation, distillation or a smaller step?",
+        "an open question",
+        "50 rounds of FedAvg, then 20 of each, from the same state.",
+        tuple(cells),
+        seeds=(0, 1, 2, 3, 4, 5),
+    )
+
+
+def heterogeneity() -> Study:
+    """Four levels of skew."""
+    cells = [
+        Cell(f"{beta:g}", row, *found)
+        for beta in (0.1, 0.5, 1.0, 5.0)
+        for row, found in _three(beta=beta).items()
+    ]
+    words = "70 rounds; CIFAR-10, Dirichlet partitions. The paper shows curves without numbers."
+    return Study(
+        "heterogeneity", "Heterogeneity levels", "Figure 3a", words, tuple(cells), figure="lines", axis="beta"
+    )
+
+
+def _three(**changes: Any) -> dict[str, tuple[Experiment, Start | None]]:
+    found = {NAMES[name]: _method(name, FIRST, **changes) for name in ("fedavg", "fedprox", "moon")}
+    return found | {"FedCOG": _cog(FIRST, **changes)}
+
+
+def sweeps() -> list[Study]:
+    """The weights of disagreement and of distillation."""
+    found = []
+    for name, title, place, values, options in (
+        ("lambda-dis", "Disagreement", "Figure 3b", (0.01, 0.1, 1.0, 10.0), {}),
+        ("lambda-kd", "Knowledge distillation", "Figure 3c", (0.001, 0.01, 0.1, 1.0), {"weighting": "fixed"}),
+    ):
+        key = name.replace("-", "_")
+        cells = [
+            Cell(f"{value:g}", setting, *_cog(setting, options=options | {key: value}))
+            for value in values
+            for setting in (FIRST, SECOND)
+        ]
+        note = " Only under fixed weighting has lambda_kd a meaning." if options else ""
+        words = f"50 rounds of FedAvg, then 20 of FedCOG.{note} The paper shows curves without numbers."
+        study = Study(name, f"{title}: {key}", place, words, tuple(cells), ours="", figure="lines", axis=key)
+        found.append(study)
+    return found
+
+
+def arguments() -> list[Study]:
+    """Local iterations, participation and the number of clients."""
+    tables = {
+        "iterations": {
+            200: "61.46 61.39 61.12 61.73",
+            400: "64.68 63.90 63.59 65.61",
+            600: "63.45 62.13 63.27 64.89",
+            800: "62.39 61.48 62.81 64.98",
+        },
+        "participation": {
+            0.1: "18.64 20.42 20.84 21.36",
+            0.2: "37.44 38.36 35.55 43.44",
+            0.3: "41.47 42.38 41.03 48.28",
+            0.4: "46.73 47.42 46.57 48.37",
+        },
+        "clients": {
+            5: "61.00 61.28 60.64 61.72",
+            10: "61.77 61.90 60.41 61.98",
+            20: "57.51 57.08 56.25 57.67",
+            30: "58.03 58.98 58.35 59.14",
+        },
+    }
+    told = {
+        "iterations": ("Local iterations", "Table 6", "tau", "local_steps", {}),
+        "participation": ("Participation rate", "Table 7", "rate", "participation", {"clients": 50}),
+        "clients": ("Number of clients", "Table 8", "K", "clients", {}),
+    }
+    found = []
+    for name, rows in tables.items():
+        title, place, axis, key, more = told[name]
+        cells = []
+        for value, text in rows.items():
+            methods = _three(**more | {key: value})
+            for (row, each), paper in zip(methods.items(), numbers(text), strict=True):
+                cells.append(Cell(f"{value:g}", row, *each, paper))
+        words = "CIFAR-10, NIID-1, 70 rounds." + (" 50 clients in all." if more else "")
+        found.append(Study(name, title, place, words, tuple(cells), figure="lines", axis=axis))
+    return found
+
+
+def personalised() -> Study:
+    """Clients' own models on their own mix of labels."""
+    paper = {"FedAvg + FT": 76.16, "FedProx + FT": 76.38, "FedRep": 74.90, "Ditto": 76.57, "FedCOG + FT": 78.34}
+    names = {"FedAvg + FT": "fedavg", "FedProx + FT": "fedprox", "FedRep": "fedrep", "Ditto": "ditto"}
+    cells = []
+    for row, number in paper.items():
+        each = _method(names[row], FIRST, evaluate_local=True) if row in names else _cog(FIRST, evaluate_local=True)
+        cells.append(Cell(FIRST, row, *each, number, None, "personal"))
+    words = (
+        "70 rounds. Accuracy of each client's own model on its own mix of labels, mean over clients; + FT is the local "
+        "model before it is averaged."
+    )
+    return Study("personalised", "Personalised methods", "Table 9", words, tuple(cells), ours="FedCOG + FT")
+
+
+def steps() -> Study:
+    """How long inputs are optimised."""
+    paper = {0: 60.98, 50: 65.40, 100: 65.44, 500: 64.80, 1000: 64.92}
+    cells = [
+        Cell(f"{count}", "FedCOG", *_cog(FIRST, options={"steps": count}), number) for count, number in paper.items()
+    ]
+    words = "CIFAR-10, NIID-1: 50 rounds of FedAvg, then 20 of FedCOG."
+    return Study(
+        "steps", "Generation steps", "Table 10", words, tuple(cells), figure="lines", axis="generation steps"
+    )
+
+
+def pictures() -> Study:
+    """What is generated, beside real images."""
+    each, start = _cog(FIRST, options={"steps": 1000}, rounds=WARM + 1)
+    cell = Cell(FIRST, "FedCOG", each, start, probe="pictures")
+    words = "Inputs on their way from noise in round 51, one of each class, with real images of the class."
+    return Study("pictures", "Generated images", "Figure 5", words, (cell,), seeds=(0,), figure="pictures")
+
+
+def generation_time() -> Study:
+    """How long generation takes, by the number of inputs."""
+    paper = {16: 0.72, 32: 0.78, 64: 0.79, 128: 0.80, 256: 0.81, 512: 0.83, 1024: 1.27}
+    cells = []
+    for count, number in paper.items():
+        each, start = _cog(FIRST, options={"count": count}, rounds=WARM + 1)
+        cells.append(
+            Cell(f"{count}", "FedCOG", each, start, number, None, "seconds", "generation-time")
+        )
+    words = (
+        "Seconds in which one client by itself generates so many inputs in 100 steps. The paper's local training took "
+        "14.81 s a round on its machine."
+    )
+    return Study(
+        "generation-time", "Generation time", "Table 11", words, tuple(cells), seeds=(0,), figure="lines", axis="inputs"
+    )
+
+
+def generator() -> Study:
+    """A learnable network in front of the models."""
+    cells = [Cell(setting, "FedCOG", *_cog(setting)) for setting in (FIRST, SECOND)]
+    cells += [Cell(setting, "FedCOG with a generator", None) for setting in (FIRST, SECOND)]
+    words = "The paper reports -0.93 points on NIID-1 and +1.5 on NIID-2 with a generator."
+    return Study("generator", "Learnable generator", "Appendix A.4.2", words, tuple(cells))
+
+
+def curves() -> Study:
+    """Accuracy over rounds, of the main comparison's runs."""
+    shown = ("Fashion-MNIST, NIID-1", FIRST, SECOND)
+    cells = tuple(cell._replace(paper=None, paper_deviation=None) for cell in main().cells if cell.block in shown)
+    words = "The runs of the main comparison; FedCOG wakes after round 50."
+    return Study("curves", "Convergence curves", "Figure 6", words, cells, figure="curves")
+
+
+def distributions() -> Study:
+    """Who holds what under NIID-1."""
+    cells = tuple(
+        Cell(setting, "NIID-1", experiment(setting), probe="partition")
+        for setting in SETTINGS
+        if setting.endswith("NIID-1")
+    )
+    words = "Examples per client and class, Dirichlet with beta 0.1, seed 0."
+    return Study("distributions", "Data distributions", "Figure 4", words, cells, seeds=(0,), figure="partition")
+
+
+def privacy() -> Study:
+    """Whether generated images give away training images."""
+    cells = tuple(
+        Cell(setting, "FedCOG", *_cog(setting, rounds=WARM + 1), probe="privacy") for setting in (FIRST, SECOND)
+    )
+    words = (
+        "The paper claims that generated images reveal no private detail. Here: distance from every generated image of "
+        "round 51 to the nearest image its client trains on, and to the nearest of as many that nobody trained on, of "
+        "the same classes; and how well that distance tells members from non-members (AUC, 0.5: not at all)."
+    )
+    return Study("privacy", "What generated images give away", "a claim in Appendix A.4.2", words, cells, seeds=(0,))
+
+
+def studies() -> dict[str, Study]:
+    """Everything, by name, in the order it should be run."""
+    first = [main(), plug(), ablation(), question(), steps(), generation_time(), time(), analysis()]
+    then = [*arguments(), heterogeneity(), *sweeps(), personalised()]
+    rest = [curves(), distributions(), pictures(), privacy(), generator(), flair()]
+    return {study.name: study for study in (*first, *then, *rest)}
+
+
+def tiny(study: Study, seeds: Sequence[int] = (0, 1)) -> Study:
+    """The same on the embedded digits, as short as can be: to see that everything works."""
+    return study._replace(cells=tuple(_tiny_cell(cell) for cell in study.cells), seeds=study.seeds[: len(seeds)])
+
+
+def _tiny_cell(cell: Cell) -> Cell:
+    if cell.experiment is None:
+        return cell
+    full = cell.experiment
+    classes = 2 if full.partition == "label-skew" else full.classes_per_client
+    algorithm: Algorithm = full.algorithm
+    if isinstance(algorithm, FedCOG):
+        steps, count = -(-algorithm.steps // 100), -(-algorithm.count // 16)
+        algorithm = dataclasses.replace(algorithm, start_round=1, steps=steps, count=count)
+    small = dataclasses.replace(
+        full,
+        algorithm=algorithm,
+        dataset="digits",
+        classes_per_client=classes,
+        clients=min(full.clients, 10),
+        rounds=2 if full.rounds <= WARM + 1 else 3,
+        local_steps=-(-full.local_steps // 200),
+        batch_size=16,
+        min_examples=1,
+        mapping="vmap",
+        threads=1,
+        device="cpu",
+    )
+    return cell._replace(experiment=small, start=cell.start and cell.start._replace(rounds=1), paper=None)
+
+
+def data_sets(cells: Iterable[Cell]) -> list[str]:
+    """The data sets that cells need."""
+    return sorted({cell.experiment.dataset for cell in cells if cell.experiment is not None})

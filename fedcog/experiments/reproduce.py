@@ -1,0 +1,262 @@
+"""A long list of experiments worked off: resumable, in time, on several machines, alike runs trained as one."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from fedcog.data import DataError, Dataset, PartitionError, sources
+from fedcog.experiments.config import Experiment, name_of
+from fedcog.experiments.paper import Cell, Study
+from fedcog.experiments.prepare import find_device, stacked, surroundings
+from fedcog.experiments.probes import measure
+from fedcog.experiments.provenance import provenance
+from fedcog.experiments.record import RecordError, RunDirectory
+from fedcog.experiments.results import Job, Results, digest
+from fedcog.experiments.run import Run, Watch, carry_out, finish, read
+from fedcog.experiments.turns import Interrupted
+from fedcog.federation.rounds import Diverged
+from fedcog.models import ModelError
+from fedcog.settings import ConfigError
+
+RESERVE = 8.0
+"""Seconds kept back from a time budget, for writing down where things stand."""
+
+
+class Progress(NamedTuple):
+    """How much of a study is done."""
+
+    name: str
+    done: int
+    total: int
+
+
+class Ended(NamedTuple):
+    """How working off a list ended: what failed and why, and what is left for another time."""
+
+    failed: list[str]
+    left: int
+
+
+class Deadline:
+    """A time to be done by. A round is not begun that may not end in time, nor a stack that has hardly any left."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end, self._last, self._longest = time.monotonic() + seconds - RESERVE, time.monotonic(), 0.0
+
+    def round(self) -> None:
+        """A round has ended."""
+        now = time.monotonic()
+        self._longest, self._last = max(self._longest, now - self._last), now
+
+    def begin(self) -> None:
+        """Something else begins, that rounds are not to be measured by."""
+        self._last, self._longest = time.monotonic(), 0.0
+
+    def over(self) -> bool:
+        """Would another round be too late?"""
+        return time.monotonic() + 1.5 * self._longest > self._end
+
+
+def job(cell: Cell, seed: int, data_dir: str = "") -> Job:
+    """A cell's work for one seed; only for cells that can be run."""
+    assert cell.experiment is not None
+    one = dataclasses.replace(cell.experiment, seed=seed, data_dir=data_dir)
+    return Job(one, cell.start.of(one) if cell.start else None, cell.probe)
+
+
+def jobs(study: Study, seeds: Sequence[int] = (), datasets: Sequence[str] = (), data_dir: str = "") -> list[Job]:
+    """All work of a study, each thing once; with other seeds than its own, or on some data sets only, if asked."""
+    wanted = [cell for cell in study.cells if cell.experiment is not None]
+    wanted = [cell for cell in wanted if not datasets or cell.experiment and cell.experiment.dataset in datasets]
+    found = [job(cell, seed, data_dir) for seed in seeds or study.seeds for cell in wanted]
+    return list(dict.fromkeys(found))
+
+
+def status(studies: Sequence[Study], results: Results, seeds: Sequence[int] = ()) -> list[Progress]:
+    """How much of each study is done."""
+    found = []
+    for study in studies:
+        all_ = jobs(study, seeds)
+        found.append(Progress(study.name, sum(results.has(one) for one in all_), len(all_)))
+    return found
+
+
+def stacks(all_: Sequence[Job]) -> list[list[Job]]:
+    """Work that is done in one go: runs that differ in seed and partition alone, where that is faster; else each."""
+    found: dict[object, list[Job]] = {}
+    for one in all_:
+        mates = _mates(one) if stacked(one.experiment) and not one.probe else one
+        found.setdefault(mates, []).append(one)
+    return list(found.values())
+
+
+def _mates(one: Job) -> object:
+    """What runs that train as one have in common: all but their seed, and who holds what."""
+
+    def common(experiment: Experiment) -> Experiment:
+        usual = Experiment(dataset=experiment.dataset)
+        names = ("seed", "partition", "beta", "classes_per_client", "partition_seed", "clients", "participation")
+        return dataclasses.replace(experiment, **{name: getattr(usual, name) for name in names})
+
+    return common(one.experiment), one.start and common(one.start)
+
+
+def share(all_: Sequence[list[Job]], part: int, parts: int) -> list[list[Job]]:
+    """This machine's part of the work, which keeps together what shares a start."""
+    families = list(dict.fromkeys(_family(stack) for stack in all_))
+    mine = set(families[part::parts])
+    return [stack for stack in all_ if _family(stack) in mine]
+
+
+def _family(stack: list[Job]) -> str:
+    first = stack[0]
+    begun = Job(first.start) if first.start is not None else first
+    return str(_mates(begun._replace(probe=None)))
+
+
+class Queue:
+    """Work on its way into a folder of results."""
+
+    def __init__(
+        self,
+        results: Results,
+        *,
+        budget: float | None = None,
+        watch: Watch | None = None,
+        stopping: Callable[[], bool] | None = None,
+        say: Callable[[str], None] = lambda text: None,
+        command: str | None = None,
+    ) -> None:
+        self.results, self.say, self.command = results, say, command
+        self.deadline = Deadline(budget) if budget is not None else None
+        self._watch, self._asked = watch, stopping
+        self._shelf: tuple[str, Dataset] | None = None
+
+    def work(self, all_: Sequence[list[Job]]) -> Ended:
+        """Do what is not done. What another process is at is left to it, unless it stops; what fails stops nothing."""
+        failed, waiting = list[str](), [stack for stack in all_ if self._left(stack)]
+        while waiting and not self._stopping():
+            later = []
+            for stack in waiting:
+                if self._stopping():
+                    later.append(stack)
+                    continue
+                with self._claimed(stack) as mine:
+                    if not mine:
+                        later.append(stack)
+                        continue
+                    try:
+                        self._do(stack)
+                    except (ConfigError, DataError, ModelError, PartitionError, RecordError) as error:
+                        failed.append(f"{stack[0].name}: {error}")
+                        self.say(f"failed: {failed[-1]}")
+                    except Interrupted:
+                        later.append(stack)
+            if len(later) == len(waiting) and not self._stopping():
+                time.sleep(1)  # somebody else is at all that is left
+            waiting = [stack for stack in later if self._left(stack)]
+        return Ended(failed, sum(len(self._left(stack)) for stack in waiting))
+
+    def _left(self, stack: list[Job]) -> list[Job]:
+        return [one for one in stack if not self.results.has(one)]
+
+    def _stopping(self) -> bool:
+        asked = self._asked is not None and self._asked()
+        return asked or (self.deadline is not None and self.deadline.over())
+
+    @contextlib.contextmanager
+    def _claimed(self, stack: list[Job]) -> Iterator[bool]:
+        """Is this stack ours to do? Nobody else does it meanwhile, whatever becomes of us."""
+        with contextlib.ExitStack() as held:
+            try:
+                held.enter_context(RunDirectory(self.results.path / "runs" / ".claims" / _digest(stack)).locked())
+            except RecordError as error:
+                if "another run" not in str(error):
+                    raise
+                yield False
+                return
+            yield True
+
+    def _do(self, stack: list[Job]) -> None:
+        """A stack, and what it starts from."""
+        left = self._left(stack)
+        starts = list(dict.fromkeys(Job(one.start) for one in left if one.start is not None))
+        unfinished = [one for one in starts if not self._finished(one)]
+        for begun in stacks(unfinished):
+            with self._claimed(begun) as mine:
+                if not mine:
+                    raise Interrupted("somebody else runs what this starts from")
+                self._carry_out(begun)
+        if left[0].probe:
+            self._measure(left[0])
+            return
+        for one, run in zip(left, self._carry_out(left), strict=True):
+            self.results.add(one, digest(run, RunDirectory(run.path).provenance()))
+
+    def _finished(self, one: Job) -> bool:
+        place = RunDirectory(self.results.run_directory(one))
+        if not place.exists():
+            return False
+        checkpoint = place.load()
+        return checkpoint is not None and checkpoint.round >= one.experiment.rounds
+
+    def _carry_out(self, stack: list[Job]) -> list[Run]:
+        """The runs of a stack, in step."""
+        first = stack[0].experiment
+        self.say(f"{name_of(first.algorithm)} on {first.dataset}, {_who(stack)}")
+        if self.deadline:
+            self.deadline.begin()
+        data = self._loaded(first)
+        with surroundings(first.threads, first.tf32):
+            running = [
+                carry_out(
+                    one.experiment,
+                    self.results.run_directory(one),
+                    loaded=data,
+                    resume=True,
+                    watch=self._told,
+                    stopping=self._stopping,
+                    command=self.command,
+                    after=self.results.run_directory(Job(one.start)) if one.start is not None else None,
+                )
+                for one in stack
+            ]
+            ended = finish(first, running)
+        places = [self.results.run_directory(one) for one in stack]
+        return [
+            read(place) if isinstance(run, Diverged) else run for place, run in zip(places, ended, strict=True)
+        ]
+
+    def _measure(self, one: Job) -> None:
+        self.say(f"{one.probe}: {name_of(one.experiment.algorithm)} on {one.experiment.dataset}, seed {one.seed}")
+        after: Path | None = self.results.run_directory(Job(one.start)) if one.start is not None else None
+        with surroundings(one.experiment.threads, one.experiment.tf32):
+            assert one.probe is not None
+            found = measure(one.probe, one.experiment, after, self._loaded(one.experiment))
+        told = provenance(self.command, find_device(one.experiment.device))
+        self.results.add(one, {"found": found, "provenance": told})
+
+    def _loaded(self, experiment: Experiment) -> Dataset:
+        """The data set, read once for runs that follow each other."""
+        if self._shelf is None or self._shelf[0] != experiment.dataset:
+            self._shelf = experiment.dataset, sources.load(experiment.dataset, experiment.data_dir or None)
+        return self._shelf[1]
+
+    def _told(self, experiment: Experiment, line: dict[str, object]) -> None:
+        if self.deadline:
+            self.deadline.round()
+        if self._watch:
+            self._watch(experiment, line)
+
+
+def _digest(stack: list[Job]) -> str:
+    return "-".join(dict.fromkeys(one.key for one in stack))[:120]
+
+
+def _who(stack: list[Job]) -> str:
+    parts = list(dict.fromkeys(one.experiment.partition_rule for one in stack))
+    seeds = list(dict.fromkeys(str(one.seed) for one in stack))
+    return f"{'; '.join(parts)}, seed{'s' if len(seeds) > 1 else ''} {' '.join(seeds)}"

@@ -1,0 +1,148 @@
+"""Results worth keeping: a small file for every experiment, a line for every seed, never changed once written.
+
+DIR/GROUP/NAME-KEY.jsonl begins with what was run; every further line is what came of it with one seed, and where that
+line came from.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedcog import settings
+from fedcog.experiments.config import Experiment, layers, name_of
+from fedcog.experiments.probes import Kind
+from fedcog.experiments.record import RecordError
+from fedcog.experiments.run import Run
+
+
+class Job(NamedTuple):
+    """Something to be run or measured: an experiment with its seed, what it starts from, and what is looked at."""
+
+    experiment: Experiment
+    start: Experiment | None = None
+    probe: Kind | None = None
+
+    @property
+    def seed(self) -> int:
+        """The experiment's."""
+        return self.experiment.seed
+
+    def about(self) -> dict[str, Any]:
+        """What was run, but for the seed: every setting that matters to the result."""
+        found: dict[str, Any] = {"settings": _told(self.experiment), "rounds": self.experiment.rounds}
+        if self.start is not None:
+            found |= {"start": _told(self.start) | {"rounds": self.start.rounds}}
+        return found | ({"probe": self.probe} if self.probe else {})
+
+    @property
+    def key(self) -> str:
+        """A digest of what is not as usual, so that a setting that is new and unused leaves it as it was."""
+        odd: dict[str, Any] = {"run": _unusual(self.experiment), "rounds": self.experiment.rounds, "probe": self.probe or ""}
+        if self.start is not None:
+            odd |= {"start": _unusual(self.start), "start_rounds": self.start.rounds}
+        return hashlib.sha256(json.dumps(odd, sort_keys=True).encode()).hexdigest()[:10]
+
+    @property
+    def name(self) -> str:
+        """Where it belongs: its data and partition, its algorithm, and its key."""
+        one = self.experiment
+        rule = re.sub(r"[^\w.]+", "-", one.partition_rule)
+        probe = f"{self.probe}-" if self.probe else ""
+        return f"{one.dataset}-{rule}/{probe}{name_of(one.algorithm)}-{self.key}"
+
+
+def _told(experiment: Experiment) -> dict[str, Any]:
+    return {name: value for name, value in experiment.telling().items() if name != "seed"}
+
+
+def _unusual(experiment: Experiment) -> dict[str, Any]:
+    """The settings that matter and are not as they would be if nobody had said anything."""
+    usual = {name: one.default for name, one in settings.settings(Experiment).items()}
+    told = {name: value for name, value in _told(experiment).items() if not isinstance(value, dict)}
+    odd = {name: value for name, value in told.items() if name not in usual or value != usual[name]}
+    for name, layer in layers(experiment.algorithm):
+        own = settings.settings(type(layer))
+        odd |= {f"{name}.{key}": getattr(layer, key) for key in own if getattr(layer, key) != own[key].default}
+    return odd
+
+
+class Results:
+    """The folder of results."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def of(self, job: Job) -> dict[int, dict[str, Any]]:
+        """What came of a job's experiment, by seed; nothing where it was not run."""
+        file = self._file(job)
+        try:
+            lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+            if not lines:
+                return {}
+            return {line["seed"]: line for line in lines[1:]}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            raise RecordError(f"{file} is damaged ({error}): put it back as it was, or delete it.") from error
+
+    def has(self, job: Job) -> bool:
+        """Was this job done?"""
+        return job.seed in self.of(job)
+
+    def add(self, job: Job, found: dict[str, Any]) -> None:
+        """Write down what came of a job."""
+        file, line = self._file(job), {"seed": job.seed} | found
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with open(file, "a+b") as open_file:
+                fcntl.flock(open_file, fcntl.LOCK_EX)
+                open_file.seek(0)
+                there = open_file.read()
+                whole = there[: there.rfind(b"\n") + 1]  # a line cut short by a kill is written again
+                open_file.truncate(len(whole))
+                if not whole:
+                    open_file.write(_line(job.about()))
+                open_file.write(_line(line))
+                open_file.flush()
+                os.fsync(open_file.fileno())
+        except OSError as error:
+            raise RecordError(f"cannot write {file}: {error.strerror or error}. Choose another --results.") from error
+
+    def run_directory(self, job: Job) -> Path:
+        """Where the whole run of a job lives."""
+        return self.path / "runs" / job.name / f"seed-{job.seed}"
+
+    def _file(self, job: Job) -> Path:
+        return self.path / f"{job.name}.jsonl"
+
+
+def _line(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+
+
+def digest(run: Run, provenance: dict[str, Any]) -> dict[str, Any]:
+    """What is kept of a run: accuracies and losses by round, seconds, its clients after the last round."""
+    lines = run.lines
+    found: dict[str, Any] = {
+        "accuracy": [_short(line.get("accuracy")) for line in lines],
+        "loss": [_short(line.get("loss")) for line in lines],
+    }
+    for name in ("personal_accuracy", "validation_accuracy"):
+        values = [_short(line.get(name)) for line in lines]
+        found |= {name: values} if any(value is not None for value in values) else {}
+    last = lines[-1]["local"] if lines else []
+    kept = ("client", "distance", "accuracy", "own_accuracy")
+    found["clients"] = [{name: _short(one[name]) for name in kept if name in one} for one in last]
+    found["seconds"] = round(sum(line["seconds"]["total"] for line in lines if line.get("seconds")), 1)
+    return found | ({"diverged": run.diverged} if run.diverged else {}) | {"provenance": provenance}
+
+
+def _short(value: float | None) -> float | None:
+    """Six figures are more than enough; what is no number stays none."""
+    return None if value is None else float(f"{value:.6g}")
+
+

@@ -22,8 +22,8 @@ from torch import nn
 
 from fedcog.data import Dataset, sources
 from fedcog.experiments.config import Experiment, make_algorithm
-from fedcog.experiments.provenance import commit
 from fedcog.experiments.prepare import Prepared, find_device, surroundings
+from fedcog.experiments.provenance import commit
 from fedcog.federation.rounds import Round, federate
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)

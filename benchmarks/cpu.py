@@ -30,7 +30,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import common
 import torch
 import torch.nn.functional as F
 from contenders import CASES, CLIENTS, CONTENDERS, CORES, by_hand, flower, material, ours, pfl
@@ -201,7 +200,7 @@ def main() -> None:
         "",
         f"{datetime.date.today()}; {_processor()}, {CORES} cores; {', '.join(found)}.",
         "",
-        f"`{shlex.join(['python', 'benchmarks/cpu.py', *words])}`, at commit {common.commit()}.",
+        f"`{shlex.join(['python', 'benchmarks/cpu.py', *words])}`, at commit {commit()}.",
         "",
     ]
     for case in options.cases:

@@ -1,4 +1,4 @@
-"""fedcog run | compare | report | list | partition | data | deploy: parse, call, print."""
+"""fedcog run | compare | reproduce | report | list | partition | data | deploy: parse, call, print."""
 
 import argparse
 import contextlib
@@ -13,15 +13,16 @@ from typing import Any
 import torch
 
 import fedcog
-from fedcog import console, flags
+from fedcog import console, flags, settings
 from fedcog.algorithms import ALGORITHMS, Algorithm
 from fedcog.data import SOURCES, DataError, PartitionError, sources
-from fedcog.experiments import deploy, record, summary
+from fedcog.experiments import deploy, paper, record, reproduce, summary
 from fedcog.experiments.catalogue import catalogue, markdown
 from fedcog.experiments.compare import compare, places
 from fedcog.experiments.config import Experiment, name_of, read_experiment
 from fedcog.experiments.prepare import check_ready, check_runnable, share_out
 from fedcog.experiments.record import RecordError, RunDirectory
+from fedcog.experiments.results import Results
 from fedcog.experiments.run import default_out, read, run
 from fedcog.experiments.turns import Interrupted
 from fedcog.federation import ranks
@@ -165,6 +166,69 @@ def _report(options: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
+def _reproduce(options: argparse.Namespace, rest: list[str]) -> int:
+    _nothing_else(rest)
+    faults, known = list[str](), paper.studies()
+    for name in options.names:
+        faults += [settings.unknown("table or figure", name, ["all", *known])] if name not in ("all", *known) else []
+    chosen = [study for name, study in known.items() if {name, "all"} & {*options.names}] or list(known.values())
+    seeds = _seeds(options.seeds or [], faults)
+    part, parts = _shard(options.shard, faults)
+    if options.smoke:
+        chosen = [paper.tiny(study) for study in chosen]
+    if options.time_budget is not None and not options.time_budget > 0:
+        faults.append(f"time-budget needs seconds > 0, not {options.time_budget:g}.")
+    if faults:
+        raise ConfigError(faults)
+    results = Results(options.results or ("results-smoke" if options.smoke else "results"))
+    if options.status or not options.names:
+        console.progress_of(chosen, reproduce.status(chosen, results, seeds), results.path)
+        return 0
+    if not options.render:
+        limits = seeds, options.datasets or (), options.data_dir or ""
+        wanted = list(dict.fromkeys(job for study in chosen for job in reproduce.jobs(study, *limits)))
+        _check_there({job.experiment.dataset for job in wanted}, options.data_dir)
+        stacks = reproduce.share(reproduce.stacks(wanted), part, parts)
+        rounds = reproduce.rounds_left(stacks, results)
+        with console.Progress(rounds, 0, options.style) as progress:
+            queue = reproduce.Queue(
+                results,
+                budget=options.time_budget,
+                watch=progress.advance,
+                stopping=progress.stopping,
+                say=lambda text: console.aside(text, options.style),
+                command=shlex.join(["fedcog", "reproduce", *options.names]),  # where things lie is nobody's business
+            )
+            ended = queue.work(stacks)
+    console.say(f"results: {results.path}", options.style)
+    if options.render:
+        return 0
+    console.faults(ended.failed)
+    if ended.left:
+        console.note(f"{ended.left} left; go on with: {_command(options)}")
+    return 1 if ended.failed else 0
+
+
+def _shard(text: str | None, faults: list[str]) -> tuple[int, int]:
+    """Which part of how many: 0/4 to 3/4."""
+    part, _, parts = (text or "0/1").partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and int(part) < int(parts) <= 10_000):
+        faults.append(f"shard needs i/n with i from 0 to n - 1, such as 0/4, not '{text}'.")
+        return 0, 1
+    return int(part), int(parts)
+
+
+def _check_there(datasets: set[str], data_dir: str | None) -> None:
+    """All data sets are here; else how to get each that is not."""
+    lacking = [name for name in sorted(datasets) if sources.locate(name, data_dir) is None]
+    lacking = [name for name in lacking if name != "digits"]
+    if lacking:
+        where = f" --data-dir {shlex.quote(data_dir)}" if data_dir else ""
+        raise ConfigError(
+            [f"{name} is not here: fedcog data get {name}{where}, or leave it out with --datasets." for name in lacking]
+        )
+
+
 def _list(options: argparse.Namespace, rest: list[str]) -> int:
     _nothing_else(rest)
     if options.markdown:
@@ -267,6 +331,19 @@ def _parser(algorithms: Mapping[str, type[Algorithm]]) -> argparse.ArgumentParse
     look.add_argument("--out", metavar="FILE", help="the page (default: report.html in DIR)")
     look.add_argument("--table", metavar="FILE.md", help="the results as a Markdown table, too")
     look.add_argument("--target", type=float, metavar="ACCURACY", help="accuracy to count rounds to, such as 0.6")
+
+    again = _command_parser(commands, "reproduce", _reproduce, "run the paper's tables and figures again", "[NAME ...]")
+    names = ", ".join(paper.studies())
+    again.add_argument("names", nargs="*", metavar="NAME", help=f"all, or some of: {names}; none: how far things are")
+    again.add_argument("--results", metavar="DIR", help="where results go and are found again (default: results)")
+    again.add_argument("--data-dir", metavar="DIR", help="folder with the data sets")
+    again.add_argument("--datasets", nargs="+", choices=list(SOURCES), metavar="NAME", help="only what runs on these")
+    again.add_argument("--seeds", nargs="+", metavar="SEED", help="other seeds than each table's own")
+    again.add_argument("--time-budget", type=float, metavar="SECONDS", help="stop in time, to be gone on with later")
+    again.add_argument("--shard", metavar="I/N", help="only this part of the work, such as 0/4: for several machines")
+    again.add_argument("--status", action="store_true", help="run nothing; tell how much of each table is done")
+    again.add_argument("--render", action="store_true", help="run nothing; make tables and figures of what there is")
+    again.add_argument("--smoke", action="store_true", help="everything tiny, on the embedded digits, on a CPU")
 
     every = _command_parser(
         commands, "list", _list, "show algorithms, data sets, models and partitions with their settings"

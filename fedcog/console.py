@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal, Self
 
@@ -22,6 +23,8 @@ from fedcog.data.partition import KINDS, PARTITIONS, natural
 from fedcog.experiments import summary
 from fedcog.experiments.catalogue import catalogue as measured
 from fedcog.experiments.config import Experiment, layers, name_of, own_settings
+from fedcog.experiments.paper import Study
+from fedcog.experiments.reproduce import Done
 from fedcog.experiments.run import Run
 from fedcog.models import MODELS
 
@@ -53,6 +56,23 @@ def say(text: str, style: Style) -> None:
 def note(text: str) -> None:
     """A line beside the results."""
     _err.print(f"fedcog: {text}", markup=False)
+
+
+def aside(text: str, style: Style) -> None:
+    """A line beside the results that a quiet reader does without."""
+    if style != "quiet":
+        note(text)
+
+
+def progress_of(studies: Sequence[Study], done: Sequence[Done], where: Path) -> None:
+    """How much of each table and figure is there."""
+    table = Table(title=f"The paper in {where}", title_justify="left")
+    for name, side in (("name", "left"), ("what", "left"), ("in the paper", "left"), ("done", "right")):
+        table.add_column(name, justify=side)  # type: ignore[arg-type]
+    for study, one in zip(studies, done, strict=True):
+        table.add_row(study.name, escape(study.title), study.place, f"{one.done}/{one.total}")
+    table.add_row("", "", "", f"{sum(one.done for one in done)}/{sum(one.total for one in done)}")
+    _out.print(table)
 
 
 def faults(found: Sequence[str]) -> int:

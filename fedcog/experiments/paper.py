@@ -128,13 +128,16 @@ def numbers(text: str) -> list[float]:
     return [float(word) for word in text.split()]
 
 
-def _method(name: str, setting: str, **changes: Any) -> tuple[Experiment, Start | None]:
+Begun = tuple[Experiment, Start | None]
+
+
+def _method(name: str, setting: str, **changes: Any) -> Begun:
     """A method by itself, from the shared start where there is one."""
     made = experiment(setting, name, **changes)
     return made, Start(made.algorithm) if name in SHARING else None
 
 
-def _cog(setting: str, inner: str = "fedavg", options: dict[str, Any] | None = None, **changes: Any) -> Any:
+def _cog(setting: str, inner: str = "fedavg", options: dict[str, Any] | None = None, **changes: Any) -> Begun:
     """FedCOG around a method, from the shared start."""
     base = make_algorithm(inner)
     return experiment(setting, FedCOG(base, **options or {}), **changes), Start(base)
@@ -292,17 +295,13 @@ def question() -> Study:
 def heterogeneity() -> Study:
     """Four levels of skew."""
     cells = [
-        Cell(f"{beta:g}", row, *found)
-        for beta in (0.1, 0.5, 1.0, 5.0)
-        for row, found in _three(beta=beta).items()
+        Cell(f"{beta:g}", row, *found) for beta in (0.1, 0.5, 1.0, 5.0) for row, found in _three(beta=beta).items()
     ]
     words = "70 rounds; CIFAR-10, Dirichlet partitions. The paper shows curves without numbers."
-    return Study(
-        "heterogeneity", "Heterogeneity levels", "Figure 3a", words, tuple(cells), figure="lines", axis="beta"
-    )
+    return Study("heterogeneity", "Heterogeneity levels", "Figure 3a", words, tuple(cells), figure="lines", axis="beta")
 
 
-def _three(**changes: Any) -> dict[str, tuple[Experiment, Start | None]]:
+def _three(**changes: Any) -> dict[str, Begun]:
     found = {NAMES[name]: _method(name, FIRST, **changes) for name in ("fedavg", "fedprox", "moon")}
     return found | {"FedCOG": _cog(FIRST, **changes)}
 
@@ -329,7 +328,7 @@ def sweeps() -> list[Study]:
 
 def arguments() -> list[Study]:
     """Local iterations, participation and the number of clients."""
-    tables = {
+    tables: dict[str, dict[float, str]] = {
         "iterations": {
             200: "61.46 61.39 61.12 61.73",
             400: "64.68 63.90 63.59 65.61",
@@ -349,7 +348,7 @@ def arguments() -> list[Study]:
             30: "58.03 58.98 58.35 59.14",
         },
     }
-    told = {
+    told: dict[str, tuple[str, str, str, str, dict[str, Any]]] = {
         "iterations": ("Local iterations", "Table 6", "tau", "local_steps", {}),
         "participation": ("Participation rate", "Table 7", "rate", "participation", {"clients": 50}),
         "clients": ("Number of clients", "Table 8", "K", "clients", {}),
@@ -389,9 +388,7 @@ def steps() -> Study:
         Cell(f"{count}", "FedCOG", *_cog(FIRST, options={"steps": count}), number) for count, number in paper.items()
     ]
     words = "CIFAR-10, NIID-1: 50 rounds of FedAvg, then 20 of FedCOG."
-    return Study(
-        "steps", "Generation steps", "Table 10", words, tuple(cells), figure="lines", axis="generation steps"
-    )
+    return Study("steps", "Generation steps", "Table 10", words, tuple(cells), figure="lines", axis="generation steps")
 
 
 def pictures() -> Study:
@@ -408,9 +405,7 @@ def generation_time() -> Study:
     cells = []
     for count, number in paper.items():
         each, start = _cog(FIRST, options={"count": count}, rounds=WARM + 1)
-        cells.append(
-            Cell(f"{count}", "FedCOG", each, start, number, None, "seconds", "generation-time")
-        )
+        cells.append(Cell(f"{count}", "FedCOG", each, start, number, None, "seconds", "generation-time"))
     words = (
         "Seconds in which one client by itself generates so many inputs in 100 steps. The paper's local training took "
         "14.81 s a round on its machine."

@@ -5,7 +5,6 @@ import functools
 import hashlib
 import importlib.util
 import inspect
-import json
 import multiprocessing
 import os
 import sys

@@ -99,12 +99,13 @@ def _pictures(scene: Scene) -> Found:
     prepared, task = scene.prepared, scene.prepared.task
     marks = tuple(mark for mark in MARKS if mark <= _cog(scene).recipe.steps)
     labels = task.targets(prepared.backend.counts[0], _cog(scene).count, "uniform")
-    shown = tuple(int((labels == label).nonzero()[0, 0]) for label in labels.unique())
+    classes = sorted(set(labels.tolist()))
+    shown = tuple(int((labels == label).nonzero()[0, 0]) for label in classes)
     made = _generate(scene, 0, labels, _cog(scene).recipe._replace(marks=marks, shown=shown))
     rows = {f"step {mark}": _strip(prepared.data.pictures(row)) for mark, row in zip(marks, made["trail"], strict=True)}
-    real = [int((prepared.dataset.train_y == label).nonzero()[0, 0]) for label in labels.unique()]
+    real = [int((prepared.dataset.train_y == label).nonzero()[0, 0]) for label in classes]
     rows["real"] = _strip(prepared.dataset.train_x[real])
-    return {"classes": [prepared.dataset.classes[label] for label in labels.unique().tolist()], "rows": rows}
+    return {"classes": [prepared.dataset.classes[label] for label in classes], "rows": rows}
 
 
 def _strip(images: Tensor) -> str:

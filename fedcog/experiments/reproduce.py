@@ -25,7 +25,7 @@ RESERVE = 8.0
 """Seconds kept back from a time budget, for writing down where things stand."""
 
 
-class Progress(NamedTuple):
+class Done(NamedTuple):
     """How much of a study is done."""
 
     name: str
@@ -70,17 +70,17 @@ def job(cell: Cell, seed: int, data_dir: str = "") -> Job:
 def jobs(study: Study, seeds: Sequence[int] = (), datasets: Sequence[str] = (), data_dir: str = "") -> list[Job]:
     """All work of a study, each thing once; with other seeds than its own, or on some data sets only, if asked."""
     wanted = [cell for cell in study.cells if cell.experiment is not None]
-    wanted = [cell for cell in wanted if not datasets or cell.experiment and cell.experiment.dataset in datasets]
+    wanted = [cell for cell in wanted if not datasets or (cell.experiment and cell.experiment.dataset in datasets)]
     found = [job(cell, seed, data_dir) for seed in seeds or study.seeds for cell in wanted]
     return list(dict.fromkeys(found))
 
 
-def status(studies: Sequence[Study], results: Results, seeds: Sequence[int] = ()) -> list[Progress]:
+def status(studies: Sequence[Study], results: Results, seeds: Sequence[int] = ()) -> list[Done]:
     """How much of each study is done."""
     found = []
     for study in studies:
         all_ = jobs(study, seeds)
-        found.append(Progress(study.name, sum(results.has(one) for one in all_), len(all_)))
+        found.append(Done(study.name, sum(results.has(one) for one in all_), len(all_)))
     return found
 
 
@@ -102,6 +102,22 @@ def _mates(one: Job) -> object:
         return dataclasses.replace(experiment, **{name: getattr(usual, name) for name in names})
 
     return common(one.experiment), one.start and common(one.start)
+
+
+def rounds_left(all_: Sequence[list[Job]], results: Results) -> int:
+    """How many rounds there are still to run, those of starts counted once."""
+    left = [one for stack in all_ for one in stack if not results.has(one)]
+    starts = {one.start for one in left if one.start is not None}
+    begun = sum(start.rounds - len(RunDirectory(results.run_directory(Job(start))).lines()) for start in starts)
+    own = 0
+    for one in left:
+        before = one.start.rounds if one.start is not None else 0
+        own += (
+            0
+            if one.probe
+            else one.experiment.rounds - max(before, len(RunDirectory(results.run_directory(one)).lines()))
+        )
+    return begun + own
 
 
 def share(all_: Sequence[list[Job]], part: int, parts: int) -> list[list[Job]]:
@@ -226,9 +242,7 @@ class Queue:
             ]
             ended = finish(first, running)
         places = [self.results.run_directory(one) for one in stack]
-        return [
-            read(place) if isinstance(run, Diverged) else run for place, run in zip(places, ended, strict=True)
-        ]
+        return [read(place) if isinstance(run, Diverged) else run for place, run in zip(places, ended, strict=True)]
 
     def _measure(self, one: Job) -> None:
         self.say(f"{one.probe}: {name_of(one.experiment.algorithm)} on {one.experiment.dataset}, seed {one.seed}")

@@ -41,7 +41,11 @@ class Job(NamedTuple):
     @property
     def key(self) -> str:
         """A digest of what is not as usual, so that a setting that is new and unused leaves it as it was."""
-        odd: dict[str, Any] = {"run": _unusual(self.experiment), "rounds": self.experiment.rounds, "probe": self.probe or ""}
+        odd: dict[str, Any] = {
+            "run": _unusual(self.experiment),
+            "rounds": self.experiment.rounds,
+            "probe": self.probe or "",
+        }
         if self.start is not None:
             odd |= {"start": _unusual(self.start), "start_rounds": self.start.rounds}
         return hashlib.sha256(json.dumps(odd, sort_keys=True).encode()).hexdigest()[:10]
@@ -144,5 +148,3 @@ def digest(run: Run, provenance: dict[str, Any]) -> dict[str, Any]:
 def _short(value: float | None) -> float | None:
     """Six figures are more than enough; what is no number stays none."""
     return None if value is None else float(f"{value:.6g}")
-
-

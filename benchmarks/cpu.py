@@ -37,6 +37,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import fedcog
+from fedcog.experiments.provenance import commit
 
 TURNS = [name for name in CONTENDERS if name != "Flower"], ["Flower"]
 """Who takes turns with whom."""

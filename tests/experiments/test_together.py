@@ -22,7 +22,7 @@ SEEDS = [0, 1, 2]
 
 @pytest.fixture(autouse=True)
 def in_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparing, "_stacked", lambda experiment: True)
+    monkeypatch.setattr(comparing, "stacked", lambda experiment: True)
 
 
 def experiments() -> list[Experiment]:

@@ -199,6 +199,8 @@ class Queue:
     def _do(self, stack: list[Job]) -> None:
         """A stack, and what it starts from."""
         left = self._left(stack)
+        if not left:  # somebody else has done it meanwhile
+            return
         starts = list(dict.fromkeys(Job(one.start) for one in left if one.start is not None))
         unfinished = [one for one in starts if not self._finished(one)]
         for begun in stacks(unfinished):

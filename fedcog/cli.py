@@ -200,13 +200,15 @@ def _reproduce(options: argparse.Namespace, rest: list[str]) -> int:
                 command=shlex.join(["fedcog", "reproduce", *options.names]),  # where things lie is nobody's business
             )
             ended = queue.work(stacks)
-    console.say(f"results: {results.path}", options.style)
-    if options.render:
-        return 0
-    console.faults(ended.failed)
-    if ended.left:
-        console.note(f"{ended.left} left; go on with: {_command(options)}")
-    return 1 if ended.failed else 0
+        console.faults(ended.failed)
+        if ended.left:
+            console.note(f"{ended.left} left; go on with: {_command(options)}")
+    from fedcog.experiments.report import reproduction  # draws: loads matplotlib
+
+    out = Path(options.out or results.path)
+    reproduction.write(chosen, results, out, results.notes())
+    console.say(f"tables and figures: {out / 'results.html'}, results.md, results.tex, figures/", options.style)
+    return 0 if options.render or not ended.failed else 1
 
 
 def _shard(text: str | None, faults: list[str]) -> tuple[int, int]:
@@ -343,6 +345,7 @@ def _parser(algorithms: Mapping[str, type[Algorithm]]) -> argparse.ArgumentParse
     again.add_argument("--shard", metavar="I/N", help="only this part of the work, such as 0/4: for several machines")
     again.add_argument("--status", action="store_true", help="run nothing; tell how much of each table is done")
     again.add_argument("--render", action="store_true", help="run nothing; make tables and figures of what there is")
+    again.add_argument("--out", metavar="DIR", help="where tables and figures go (default: where the results are)")
     again.add_argument("--smoke", action="store_true", help="everything tiny, on the embedded digits, on a CPU")
 
     every = _command_parser(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -69,6 +70,11 @@ def setting(default: Any, help: str, *bounds: str, identity: bool = True) -> Any
 
 def settings(cls: type) -> dict[str, Setting]:
     """The settings of a dataclass by name: its fields of a plain type."""
+    return dict(_settings(cls))
+
+
+@functools.cache
+def _settings(cls: type) -> dict[str, Setting]:
     types = get_type_hints(cls)
     return {
         field.name: Setting(

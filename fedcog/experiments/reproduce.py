@@ -71,7 +71,10 @@ def jobs(study: Study, seeds: Sequence[int] = (), datasets: Sequence[str] = (), 
     """All work of a study, each thing once; with other seeds than its own, or on some data sets only, if asked."""
     wanted = [cell for cell in study.cells if cell.experiment is not None]
     wanted = [cell for cell in wanted if not datasets or (cell.experiment and cell.experiment.dataset in datasets)]
-    found = [job(cell, seed, data_dir) for seed in seeds or study.seeds for cell in wanted]
+    all_ = tuple(seeds) or study.seeds
+    found = [
+        job(cell, seed, data_dir) for seed in all_ for cell in wanted if not cell.probe or seed == all_[0]
+    ]  # what is measured beside training is measured once
     return list(dict.fromkeys(found))
 
 
@@ -212,7 +215,7 @@ class Queue:
             self._measure(left[0])
             return
         for one, run in zip(left, self._carry_out(left), strict=True):
-            self.results.add(one, digest(run, RunDirectory(run.path).provenance()))
+            self.results.add(one, digest(run))
 
     def _finished(self, one: Job) -> bool:
         place = RunDirectory(self.results.run_directory(one))

@@ -12,10 +12,10 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedcog import settings
+from fedcog import settings, tree
 from fedcog.experiments.config import Experiment, layers, name_of
 from fedcog.experiments.probes import Kind
-from fedcog.experiments.record import RecordError
+from fedcog.experiments.record import Checkpoint, RecordError, RunDirectory
 from fedcog.experiments.run import Run
 
 
@@ -79,14 +79,24 @@ class Results:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self._read: dict[Path, tuple[tuple[int, int], list[dict[str, Any]]]] = {}
 
     def of(self, job: Job) -> dict[int, dict[str, Any]]:
         """What came of a job's experiment, by seed; nothing where it was not run."""
         file = self._file(job)
         try:
-            lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+            state = file.stat()
+            stamp = state.st_mtime_ns, state.st_size
+            if file not in self._read or self._read[file][0] != stamp:
+                whole = file.read_bytes()
+                cut = whole[: whole.rfind(b"\n") + 1]  # a line cut short by a kill does not count
+                self._read[file] = stamp, [json.loads(line) for line in cut.splitlines()]
+            lines = self._read[file][1]
             if not lines:
                 return {}
+            settings_, told = job.about()["settings"], lines[0]["settings"]
+            if other := [name for name in settings_.keys() & told.keys() if _unlike(settings_[name], told[name])]:
+                raise RecordError(f"{file} was made when {', '.join(sorted(other))} had other defaults: move it away.")
             return {line["seed"]: line for line in lines[1:]}
         except FileNotFoundError:
             return {}
@@ -120,17 +130,33 @@ class Results:
         """Where the whole run of a job lives."""
         return self.path / "runs" / job.name / f"seed-{job.seed}"
 
+    def notes(self) -> dict[str, str]:
+        """What is to be said about each study: the parts of notes.md by their headings, the first under no name."""
+        try:
+            text = (self.path / "notes.md").read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return {}
+        first, *parts = re.split(r"^## +(\S+)[ \t]*$", text, flags=re.MULTILINE)
+        return {"": first.strip()} | {name: part.strip() for name, part in zip(parts[::2], parts[1::2], strict=True)}
+
     def _file(self, job: Job) -> Path:
         return self.path / f"{job.name}.jsonl"
+
+
+def _unlike(one: Any, other: Any) -> bool:
+    """Do two settings differ? Of an algorithm's own those are compared that both know."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return any(one[name] != other[name] for name in one.keys() & other.keys())
+    return bool(one != other)
 
 
 def _line(value: dict[str, Any]) -> bytes:
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
-def digest(run: Run, provenance: dict[str, Any]) -> dict[str, Any]:
+def digest(run: Run) -> dict[str, Any]:
     """What is kept of a run: accuracies and losses by round, seconds, its clients after the last round."""
-    lines = run.lines
+    lines, directory = run.lines, RunDirectory(run.path)
     found: dict[str, Any] = {
         "accuracy": [_short(line.get("accuracy")) for line in lines],
         "loss": [_short(line.get("loss")) for line in lines],
@@ -139,10 +165,25 @@ def digest(run: Run, provenance: dict[str, Any]) -> dict[str, Any]:
         values = [_short(line.get(name)) for line in lines]
         found |= {name: values} if any(value is not None for value in values) else {}
     last = lines[-1]["local"] if lines else []
-    kept = ("client", "distance", "accuracy", "own_accuracy")
-    found["clients"] = [{name: _short(one[name]) for name in kept if name in one} for one in last]
+    kept = ("distance", "accuracy", "own_accuracy")
+    clients = {one["client"]: {name: _short(one[name]) for name in kept if name in one} for one in last}
+    if run.experiment.evaluate_local and (checkpoint := directory.load()) is not None:
+        for client, gap in _gaps(checkpoint).items():
+            clients.setdefault(client, {})["gap"] = _short(gap)
+    found["clients"] = [{"client": client} | told for client, told in clients.items()]
     found["seconds"] = round(sum(line["seconds"]["total"] for line in lines if line.get("seconds")), 1)
-    return found | ({"diverged": run.diverged} if run.diverged else {}) | {"provenance": provenance}
+    found |= {"diverged": run.diverged} if run.diverged else {}
+    return found | {"provenance": directory.provenance()}
+
+
+def _gaps(checkpoint: Checkpoint) -> dict[int, float]:
+    """How far each client's local model is from the mean that was made of all of them, where clients keep it."""
+    clients, after = tree.unflatten(checkpoint.clients), checkpoint.server["params"]
+    return {
+        int(client): float(tree.norm(tree.change(after, own["previous"])))
+        for client, own in clients.items()
+        if "previous" in own
+    }
 
 
 def _short(value: float | None) -> float | None:

@@ -49,6 +49,19 @@ HEAT = LinearSegmentedColormap.from_list("heat", ["#cfe4f3", "#64a8d8", "#1f77b4
 )
 
 
+class Plot(str):
+    """A figure as the text of its SVG, which can be had as pixels, too."""
+
+    figure: Figure
+
+    def png(self) -> bytes:
+        """The same as a PNG."""
+        file = io.BytesIO()
+        with matplotlib.rc_context(STYLE):
+            self.figure.savefig(file, format="png", dpi=160, metadata={"Software": None})
+        return file.getvalue()
+
+
 class Look(NamedTuple):
     """How a line is told from the others: by colour and by dashes, so that one of them is enough."""
 
@@ -77,13 +90,13 @@ def curves_figure(
     percent: bool = False,
     whole_range: bool = False,
     marks: Sequence[int] = (),
-) -> str:
+) -> Plot:
     """Lines over rounds with their deviation as a band, and a thin upright one before each round in `marks`."""
-    names = ["\n".join(_wrap(line.label, int(11 * size[0]))) for line in lines]
+    names = ["\n".join(wrapped(line.label, int(11 * size[0]))) for line in lines]
     columns = max(1, min(len(names), 4, int(size[0] / (0.085 * max(len(name) for name in names) + 0.6))))
     rows = sum(name.count("\n") + 1 for name in names) / columns
     about = f"{label} over rounds: {', '.join(line.label for line in lines)}"
-    with _drawing((size[0], size[1] + 0.17 * (rows - 1)), about) as drawing:
+    with drawing_of((size[0], size[1] + 0.17 * (rows - 1)), about) as drawing:
         axes = drawing.figure.subplots()
         factor = 100 if percent else 1
         for line in lines:
@@ -94,7 +107,7 @@ def curves_figure(
                 low = [mean - span for mean, span in zip(means, spans, strict=True)]
                 high = [mean + span for mean, span in zip(means, spans, strict=True)]
                 axes.fill_between(rounds, low, high, color=line.look.colour, alpha=0.16, linewidth=0)
-            axes.plot(rounds, means, marker="o" if len(rounds) <= 30 else "", markersize=2.8, **_stroke(line.look))
+            axes.plot(rounds, means, marker="o" if len(rounds) <= 30 else "", markersize=2.8, **stroke(line.look))
         for mark in marks:
             axes.axvline(mark - 0.5, color="#777777", linewidth=0.8)
             words = f"FedCOG from round {mark}" if len(marks) == 1 else str(mark)
@@ -113,18 +126,18 @@ def curves_figure(
         axes.grid(axis="y")
         axes.set_xlabel("round")
         axes.set_ylabel(label)
-        handles = [Line2D([], [], **_stroke(line.look)) for line in lines]
+        handles = [Line2D([], [], **stroke(line.look)) for line in lines]
         drawing.figure.legend(handles, names, loc="outside upper left", ncols=columns, borderpad=0, columnspacing=1.5)
     return drawing.svg
 
 
-def partition_figure(counts: Tensor, classes: Sequence[str]) -> str:
+def partition_figure(counts: Tensor, classes: Sequence[str]) -> Plot:
     """Examples per client and class as a heat map, with the numbers where they fit, under each client's total."""
     clients, labels = counts.shape
     width, rows = 4.4, min(max(0.24 * labels, 1.2), 4.2)
     names = [_short(name) for name in classes]
     about = f"Examples per client and class: {clients} clients, {labels} classes, {int(counts.sum())} examples"
-    with _drawing((width, rows + 1.5), about) as drawing:
+    with drawing_of((width, rows + 1.5), about) as drawing:
         figure = drawing.figure
         above, axes = figure.subplots(2, 1, sharex=True, height_ratios=[0.7, rows])
         above.bar(range(clients), counts.sum(1).tolist(), width=0.8 if clients <= 60 else 1.0, color="#8a8a8a")
@@ -164,12 +177,12 @@ def partition_figure(counts: Tensor, classes: Sequence[str]) -> str:
     return drawing.svg
 
 
-def dumbbell_figure(clients: Sequence[tuple[int, float, float]]) -> str:
+def dumbbell_figure(clients: Sequence[tuple[int, float, float]]) -> Plot:
     """Each client's accuracy before and after local training, as two dots joined by a bar: (client, before, after)."""
     rows = min(max(0.2 * len(clients), 0.6), 5.0)
     about = f"Accuracy on the own label mix before and after local training, of {len(clients)} clients"
     small = len(clients) > 40
-    with _drawing((4.4, rows + 1.0), about) as drawing:
+    with drawing_of((4.4, rows + 1.0), about) as drawing:
         axes = drawing.figure.subplots()
         places = range(len(clients))
         before, after = ([100 * client[end] for client in clients] for end in (1, 2))
@@ -187,13 +200,13 @@ def dumbbell_figure(clients: Sequence[tuple[int, float, float]]) -> str:
     return drawing.svg
 
 
-def time_figure(bars: Sequence[tuple[str, Mapping[str, float]]]) -> str:
+def time_figure(bars: Sequence[tuple[str, Mapping[str, float]]]) -> Plot:
     """Seconds per round as stacked bars, one part after another: (label, seconds by part)."""
     parts = list(bars[0][1])
     about = "Mean seconds per round: " + "; ".join(f"{label} {sum(parts.values()):.3g}" for label, parts in bars)
-    names = ["\n".join(_wrap(label, 24)) for label, _ in bars]
+    names = ["\n".join(wrapped(label, 24)) for label, _ in bars]
     lines = sum(name.count("\n") + 2 for name in names)
-    with _drawing((4.4, 0.17 * lines + 1.1), about) as drawing:
+    with drawing_of((4.4, 0.17 * lines + 1.1), about) as drawing:
         axes = drawing.figure.subplots()
         left = [0.0] * len(bars)
         for number, part in enumerate(parts):
@@ -216,31 +229,33 @@ def time_figure(bars: Sequence[tuple[str, Mapping[str, float]]]) -> str:
     return drawing.svg
 
 
-class _Drawing:
+class Drawing:
     """A figure in the making, and once it is done the text of its SVG."""
 
     def __init__(self, size: tuple[float, float]) -> None:
         self.figure = Figure(figsize=size, layout="constrained")
-        self.svg = ""
+        self.svg = Plot()
 
 
 @contextlib.contextmanager
-def _drawing(size: tuple[float, float], about: str) -> Iterator[_Drawing]:
+def drawing_of(size: tuple[float, float], about: str) -> Iterator[Drawing]:
     """A figure to draw on, turned into SVG in the end: equal figures are equal texts, and say what they show."""
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         # Letters that matplotlib's font lacks are the browser's to draw; here they are only measured.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
-        drawing = _Drawing(size)
+        drawing = Drawing(size)
         yield drawing
         file = io.StringIO()
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         drawing.figure.savefig(file, format="svg", metadata=nothing)
     svg = file.getvalue()
     svg = svg[svg.index("<svg") :].strip()
-    drawing.svg = svg.replace("<svg", f'<svg role="img" aria-label="{escape(printable(about))}"', 1)
+    drawing.svg = Plot(svg.replace("<svg", f'<svg role="img" aria-label="{escape(printable(about))}"', 1))
+    drawing.svg.figure = drawing.figure
 
 
-def _stroke(look: Look) -> dict[str, Any]:
+def stroke(look: Look) -> dict[str, Any]:
+    """How a line of that look is drawn."""
     return {"color": look.colour, "linestyle": (0, look.dashes) if look.dashes else "-", "linewidth": 1.7}
 
 
@@ -256,16 +271,22 @@ def _short(name: str) -> str:
     return name if len(name) <= 16 else name[:15] + "…"
 
 
-def _wrap(label: str, width: int) -> list[str]:
+def wrapped(label: str, width: int) -> list[str]:
+    """A label in lines of so many letters."""
     return textwrap.wrap(printable(label), width) or [""]
 
 
 __all__ = [
     "Curve",
+    "Drawing",
     "Look",
+    "Plot",
     "curves_figure",
+    "drawing_of",
     "dumbbell_figure",
     "look",
     "partition_figure",
+    "stroke",
     "time_figure",
+    "wrapped",
 ]

@@ -1,0 +1,299 @@
+"""Results beside the paper's, as tables: means, deviations, differences with their intervals; Markdown and LaTeX."""
+
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from fedcog.experiments.paper import MAIN_AVERAGES, Cell, Study
+from fedcog.experiments.reproduce import job
+from fedcog.experiments.results import Results
+from fedcog.experiments.summary import Spread, spread
+
+NOT_RUN = "not run"
+ENOUGH = 6  # pairs from which on a test is worth its name
+
+
+class Paired(NamedTuple):
+    """How much better one row is than another, seed by seed: mean, half a 95 % interval, and a test where it may be."""
+
+    mean: float
+    half: float | None
+    pairs: int
+    p: float | None  # Wilcoxon's signed-rank test, two-sided
+
+    def words(self) -> str:
+        """As printed."""
+        half = "" if self.half is None else f" ± {self.half:.2f}"
+        p = "" if self.p is None else f" (p = {self.p:.2g}, n = {self.pairs})"
+        return f"{self.mean:+.2f}{half}{p}"
+
+
+class Row(NamedTuple):
+    """A row of a block: what was measured last and at best, and the paper's number; None: not run."""
+
+    name: str
+    last: Spread | None
+    best: Spread | None
+    paper: float | None
+    paper_deviation: float | None
+    lead: Paired | None  # of the study's own row over this one
+    note: str = ""
+
+    @property
+    def difference(self) -> float | None:
+        """The best beside the paper's, which is the best over rounds as well."""
+        return None if self.best is None or self.paper is None else self.best.mean - self.paper
+
+
+class Block(NamedTuple):
+    """A part of a table: one setting, or one value of what is varied."""
+
+    title: str
+    unit: str
+    rows: list[Row]
+
+
+class Values(NamedTuple):
+    """What the seeds of a cell came to, in per cent or seconds."""
+
+    last: dict[int, float]
+    best: dict[int, float]
+    note: str = ""
+
+
+def values(cell: Cell, results: Results, seeds: Sequence[int]) -> Values:
+    """What is known of a cell."""
+    found = {line["seed"]: line for line in lines_of(cell, results, seeds)}
+    if cell.probe:
+        taken = {seed: line["found"].get("seconds", []) for seed, line in found.items()}
+        each = {client: value for listed in taken.values() for client, value in enumerate(listed)}
+        return Values(each, each)
+    name = "personal_accuracy" if cell.measure == "personal" else "accuracy"
+    series = {seed: [100 * value for value in line[name] if value is not None] for seed, line in found.items()}
+    series = {seed: numbers for seed, numbers in series.items() if numbers}
+    lost = sum(bool(line.get("diverged")) for line in found.values())
+    note = f"{lost} of {len(found)} seeds diverged" if lost else ""
+    last, best = ({seed: pick(numbers) for seed, numbers in series.items()} for pick in (lambda n: n[-1], max))
+    return Values(last, best, note)
+
+
+def blocks(study: Study, results: Results) -> list[Block]:
+    """A study's table, block by block."""
+    known = {(cell.block, cell.row): values(cell, results, study.seeds) for cell in study.cells}
+    found = []
+    for title in dict.fromkeys(cell.block for cell in study.cells):
+        cells = [cell for cell in study.cells if cell.block == title]
+        ours = known.get((title, study.ours))
+        rows = []
+        for cell in cells:
+            own = known[cell.block, cell.row]
+            lead = paired(ours.last, own.last) if ours and cell.row != study.ours and not cell.probe else None
+            told = _spread(own.last), _spread(own.best)
+            rows.append(Row(cell.row, *told, cell.paper, cell.paper_deviation, lead, own.note))
+        found.append(Block(title, "s" if cells[0].measure == "seconds" else "%", rows))
+    return found + ([average(study, known)] if study.name == "main" else [])
+
+
+def average(study: Study, known: dict[tuple[str, str], Values]) -> Block:
+    """The mean over all settings of a study, and who leads over all pairs of settings and seeds there are."""
+    titles = list(dict.fromkeys(cell.block for cell in study.cells))
+    rows = []
+    for name in dict.fromkeys(cell.row for cell in study.cells):
+        taken = [known[title, name] for title in titles]
+        told = (
+            _spread(_mean_by_seed([one.last for one in taken])),
+            _spread(_mean_by_seed([one.best for one in taken])),
+        )
+        ours, theirs = (
+            {(title, seed): value for title in titles for seed, value in known[title, row].last.items()}
+            for row in (study.ours, name)
+        )
+        lead = paired(ours, theirs) if name != study.ours else None
+        rows.append(Row(name, *told, MAIN_AVERAGES.get(name.split(",")[0]), None, lead))
+    return Block("Average over the settings", "%", rows)
+
+
+def _spread(taken: dict[int, float]) -> Spread | None:
+    return spread(list(taken.values())) if taken else None
+
+
+def _mean_by_seed(taken: Sequence[dict[int, float]]) -> dict[int, float]:
+    """The mean over settings of every seed that all of them have."""
+    seeds = set.intersection(*(set(one) for one in taken))
+    return {seed: statistics.fmean(one[seed] for one in taken) for seed in sorted(seeds)}
+
+
+def paired(ours: dict[Any, float], theirs: dict[Any, float]) -> Paired | None:
+    """The mean difference over what both have, with its interval from Student's t."""
+    from scipy import stats  # takes a second to load
+
+    gaps = [ours[key] - theirs[key] for key in ours if key in theirs]
+    if not gaps:
+        return None
+    half = p = None
+    if len(gaps) > 1:
+        error = statistics.stdev(gaps) / math.sqrt(len(gaps))
+        half = float(stats.t.ppf(0.975, len(gaps) - 1)) * error
+    if len(gaps) >= ENOUGH and any(gaps):
+        p = float(stats.wilcoxon(gaps).pvalue)
+    return Paired(statistics.fmean(gaps), half, len(gaps), p)
+
+
+class Grid(NamedTuple):
+    """A table as it is printed."""
+
+    title: str
+    heads: list[str]
+    rows: list[list[str]]
+
+
+def grids(study: Study, results: Results) -> list[Grid]:
+    """A study's tables as they are printed; none where it is a figure alone."""
+    if study.figure in ("curves", "partition", "pictures"):
+        return []
+    if study.figure == "privacy":
+        return [_privacy(study, results)]
+    found = blocks(study, results)
+    if study.axis and all(len(block.rows) == 1 for block in found):  # nothing but what is varied tells rows apart
+        rows = [block.rows[0]._replace(name=block.title) for block in found]
+        return [_grid(study._replace(ours=""), Block("", found[0].unit, rows), study.axis)]
+    return [
+        _grid(study, block._replace(title=f"{study.axis} = {block.title}" if study.axis else block.title))
+        for block in found
+    ]
+
+
+def _grid(study: Study, block: Block, first: str = "") -> Grid:
+    heads = [first, "ours (s)", "paper (s)"]
+    if block.unit != "s":
+        heads = [first, "last", "best", "paper", "best - paper", *([f"{study.ours} - this"] if study.ours else [])]
+    return Grid(block.title, heads, [_cells(study, block, row) for row in block.rows])
+
+
+def _cells(study: Study, block: Block, row: Row) -> list[str]:
+    """A row as printed, in the order of the heads."""
+    told = [NOT_RUN if one is None else _number(one) for one in (row.last, row.best)]
+    paper = "" if row.paper is None else f"{row.paper:.2f}"
+    paper += "" if row.paper_deviation is None else f" ± {row.paper_deviation:.2f}"
+    name = f"{row.name} ({row.note})" if row.note else row.name
+    if block.unit == "s":
+        return [name, told[0], paper]
+    gap = "" if row.difference is None else f"{row.difference:+.2f}"
+    return [name, *told, paper, gap, *([row.lead.words() if row.lead else ""] if study.ours else [])]
+
+
+def _number(one: Spread) -> str:
+    digits = 2 if one.mean >= 1 else 3
+    return f"{one.mean:.{digits}f}" + ("" if one.deviation is None else f" ± {one.deviation:.{digits}f}")
+
+
+def _privacy(study: Study, results: Results) -> Grid:
+    """How near generated images come to members and to others, and what that tells of membership."""
+    heads = ["", "seen as", "to the nearest member", "to the nearest other", "nearer to a member", "AUC"]
+    rows = []
+    for cell in study.cells:
+        found = [line["found"] for line in lines_of(cell, results, study.seeds)]
+        if not found:
+            rows.append([cell.block, *[NOT_RUN] * 5])
+        for one in found:
+            for view in ("pixels", "features"):
+                gaps = one[view]
+                share = "" if gaps["nearer_to_members"] is None else f"{100 * gaps['nearer_to_members']:.1f} %"
+                near = f"{gaps['to_members']:.3f}", f"{gaps['to_others']:.3f}"
+                rows.append([cell.block, view, *near, share, f"{gaps['auc']:.3f}"])
+            rows.append([cell.block, "the model's own loss", "", "", "", f"{one['model']['auc']:.3f}"])
+    return Grid("", heads, rows)
+
+
+def caption(study: Study, results: Results) -> str:
+    """What was run, when, on what, with which command and commit."""
+    found = provenances(study, results)
+    words = f"{study.place}. {study.words}"
+    if not found:
+        return words + " Nothing of it was run yet."
+    seeds = sorted({line["seed"] for cell in study.cells for line in lines_of(cell, results, study.seeds)})
+    told = {name: _listed(str(one[name]) for one in found if one.get(name)) for name in ("device", "torch", "commit")}
+    days = sorted({str(one["started"])[:10] for one in found if one.get("started")})
+    when = " to ".join(dict.fromkeys([*days[:1], *days[-1:]]))
+    commands = _listed(f"`{one['command']}`" for one in found if one.get("command"))
+    number = f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {', '.join(str(seed) for seed in seeds)}"
+    return (
+        f"{words} {number[0].upper()}{number[1:]}; {when}, {told['device']}, torch {told['torch']}, commit "
+        f"{told['commit']}, by {commands}."
+    )
+
+
+def provenances(study: Study, results: Results) -> list[dict[str, Any]]:
+    """Where each result of a study came from."""
+    return [line["provenance"] for cell in study.cells for line in lines_of(cell, results, study.seeds)]
+
+
+def lines_of(cell: Cell, results: Results, seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """What came of a cell, seed by seed."""
+    if cell.experiment is None:
+        return []
+    found = [results.of(job(cell, seed)).get(seed) for seed in seeds]
+    return [line for line in found if line is not None]
+
+
+def _listed(words: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(words))
+
+
+EXPLAINED = (
+    "Test accuracy in %, mean ± sample standard deviation over seeds. *last*: after the last round, the honest number; "
+    "*best*: the highest of all rounds, chosen on the test set, which is what the paper prints. *FedCOG - this*: the "
+    "difference of the last accuracies, seed by seed on the same partitions, with its 95 % interval (Student's t); a "
+    "test (Wilcoxon's signed ranks) only from six pairs on. Here every seed has a partition of its own, so deviations "
+    "are larger than the paper's."
+)
+
+
+def markdown(study: Study, results: Results) -> str:
+    """A study's tables in Markdown."""
+    parts = []
+    for grid in grids(study, results):
+        lines = [grid.heads, ["---"] * len(grid.heads), *grid.rows]
+        above = f"**{grid.title}**\n\n" if grid.title else ""
+        parts.append(above + "\n".join(f"| {' | '.join(line)} |" for line in lines))
+    return "\n\n".join(parts)
+
+
+def latex(study: Study, results: Results) -> str:
+    """A study's tables in LaTeX, for booktabs."""
+    parts = []
+    for grid in grids(study, results):
+        lines = [f"% {grid.title}"] if grid.title else []
+        lines += [f"\\begin{{tabular}}{{l{'r' * (len(grid.heads) - 1)}}}", "\\toprule"]
+        lines += [f"{' & '.join(_tex(word) for word in grid.heads)} \\\\", "\\midrule"]
+        lines += [f"{' & '.join(_tex(word) for word in row)} \\\\" for row in grid.rows]
+        parts.append("\n".join([*lines, "\\bottomrule", "\\end{tabular}"]))
+    words = _tex(re.sub("[`*]", "", caption(study, results)))
+    return "\n\n".join([f"% {study.title}. {words}", *parts]) + "\n"
+
+
+def _tex(word: str) -> str:
+    for sign, written in {"&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", "±": r"$\pm$"}.items():
+        word = word.replace(sign, written)
+    return re.sub(r"^([+-])(?=\d)", r"$\1$", word)
+
+
+def filled(notes: str, tell: Callable[[str], Study], results: Results) -> str:
+    """Notes with numbers in place of {{study | block | row | last}}, or row - row for a difference by seed."""
+
+    def number(found: re.Match[str]) -> str:
+        name, block, row, which = (part.strip() for part in found[1].split("|"))
+        study = tell(name)
+        cells = {cell.row: cell for cell in study.cells if cell.block == block}
+        ours, _, theirs = row.partition(" - ")
+        taken = [getattr(values(cells[one], results, study.seeds), which) for one in (ours, theirs) if one]
+        if not all(taken):
+            return NOT_RUN
+        if theirs:
+            lead = paired(*taken)
+            return NOT_RUN if lead is None else lead.words()
+        return _number(spread(list(taken[0].values())))
+
+    return re.sub(r"\{\{(.*?)\}\}", number, notes)

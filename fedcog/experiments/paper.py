@@ -460,9 +460,11 @@ def privacy() -> Study:
         Cell(setting, "FedCOG", *_cog(setting, rounds=WARM + 1), probe="privacy") for setting in (FIRST, SECOND)
     )
     words = (
-        "The paper claims that generated images reveal no private detail. Here: distance from every generated image of "
-        "round 51 to the nearest image its client trains on, and to the nearest of as many that nobody trained on, of "
-        "the same classes; and how well that distance tells members from non-members (AUC, 0.5: not at all)."
+        "The paper claims that generated images reveal no private detail. Here: the mean distance from every image "
+        "generated in round 51 to the nearest training image of its class (a member), and to the nearest of as many "
+        "test images; how often the member is the nearer one, and for comparison how often the nearer one is in the "
+        "first of two halves of the test images; and how well an image's distance to the nearest generated one tells "
+        "members from others (AUC, 0.5: not at all), beside the model's own loss on it."
     )
     return Study(
         "privacy", "What generated images give away", "Appendix A.4.2", words, cells, seeds=(0,), figure="privacy"

@@ -119,7 +119,11 @@ def _strip(images: Tensor) -> str:
 
 
 def _privacy(scene: Scene) -> Found:
-    """How near generated images come to images that were trained on, and to such that were not."""
+    """How near generated images come to images that were trained on, and to as many that were not.
+
+    Members are drawn to have the classes of the others. As a measure of chance, the others are also halved, and counted
+    is how often the first half is the nearer one.
+    """
     from sklearn.metrics import roc_auc_score  # takes a second to load
 
     prepared, data, model, task = scene.prepared, scene.prepared.data, scene.prepared.model, scene.prepared.task
@@ -128,30 +132,31 @@ def _privacy(scene: Scene) -> Found:
         labels = task.targets(prepared.backend.counts[client], _cog(scene).count, _cog(scene).labels)
         made.append(_generate(scene, client, labels, _cog(scene).recipe) | {"y": labels})
     x, y = torch.cat([one["x"] for one in made]), torch.cat([one["y"] for one in made])
-    amount = min(SOME, len(data.test_y), len(data.train_y))
-    chosen = streams.permutation(prepared.experiment.seed, "privacy", 0, len(data.train_y))[:amount].to(data.device)
+    order = streams.permutation(prepared.experiment.seed, "privacy", 0, len(data.train_y)).to(data.device)
+    wanted = task.counts(data.test_y[:SOME]).tolist()
+    chosen = torch.cat([order[data.train_y[order] == label][:count] for label, count in enumerate(wanted)])
     sets = {
         "members": (data.inputs(data.train_x[chosen.to(data.train_x.device)]), data.train_y[chosen]),
-        "others": (data.inputs(data.test_x[:amount]), data.test_y[:amount]),
+        "others": (data.inputs(data.test_x[:SOME]), data.test_y[:SOME]),
     }
     views: dict[str, Callable[[Tensor], Tensor]] = {
         "pixels": lambda inputs: inputs.flatten(1),
         "features": lambda inputs: model.features(scene.weights, inputs),
     }
-    found: Found = {"generated": len(x), "members": amount, "others": amount}
-    truth = [1] * amount + [0] * amount
+    sizes = {name: len(labels) for name, (_, labels) in sets.items()}
+    found: Found = {"generated": len(x)} | sizes
+    truth = [1] * sizes["members"] + [0] * sizes["others"]
     with torch.no_grad():
         for view, look in views.items():
             gaps = {name: _gaps(look(x), y, look(inputs), labels) for name, (inputs, labels) in sets.items()}
             near = {name: gap.min(1).values for name, gap in gaps.items()}
-            near = {name: values[values.isfinite()] for name, values in near.items()}
+            halves = [gaps["others"][:, start::2].min(1).values for start in (0, 1)]
             scores = torch.cat([-gap.min(0).values for gap in gaps.values()]).nan_to_num(neginf=-1e30)
             found[view] = {
                 "to_members": float(near["members"].mean()),
                 "to_others": float(near["others"].mean()),
-                "nearer_to_members": float((near["members"] < near["others"]).double().mean())
-                if len(near["members"]) == len(near["others"])
-                else None,
+                "nearer_to_members": float((near["members"] < near["others"]).double().mean()),
+                "nearer_by_chance": float((halves[0] < halves[1]).double().mean()),
                 "auc": float(roc_auc_score(truth, scores.cpu().numpy())),
             }
         losses = [-task.loss(model.predict(scene.weights, inputs), labels) for inputs, labels in sets.values()]

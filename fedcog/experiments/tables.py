@@ -191,19 +191,19 @@ def _number(one: Spread) -> str:
 
 def _privacy(study: Study, results: Results) -> Grid:
     """How near generated images come to members and to others, and what that tells of membership."""
-    heads = ["", "seen as", "to the nearest member", "to the nearest other", "nearer to a member", "AUC"]
+    heads = ["", "seen as", "to the nearest member", "to the nearest other", "nearer to a member", "by chance", "AUC"]
     rows = []
     for cell in study.cells:
         found = [line["found"] for line in lines_of(cell, results, study.seeds)]
         if not found:
-            rows.append([cell.block, *[NOT_RUN] * 5])
+            rows.append([cell.block, *[NOT_RUN] * 6])
         for one in found:
             for view in ("pixels", "features"):
                 gaps = one[view]
-                share = "" if gaps["nearer_to_members"] is None else f"{100 * gaps['nearer_to_members']:.1f} %"
                 near = f"{gaps['to_members']:.3f}", f"{gaps['to_others']:.3f}"
-                rows.append([cell.block, view, *near, share, f"{gaps['auc']:.3f}"])
-            rows.append([cell.block, "the model's own loss", "", "", "", f"{one['model']['auc']:.3f}"])
+                shares = (f"{100 * gaps[name]:.1f} %" for name in ("nearer_to_members", "nearer_by_chance"))
+                rows.append([cell.block, view, *near, *shares, f"{gaps['auc']:.3f}"])
+            rows.append([cell.block, "the model's own loss", "", "", "", "", f"{one['model']['auc']:.3f}"])
     return Grid("", heads, rows)
 
 

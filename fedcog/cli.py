@@ -206,7 +206,7 @@ def _reproduce(options: argparse.Namespace, rest: list[str]) -> int:
     from fedcog.experiments.report import reproduction  # draws: loads matplotlib
 
     out = Path(options.out or results.path)
-    reproduction.write(chosen, results, out, results.notes())
+    reproduction.write(chosen, results, out)
     console.say(f"tables and figures: {out / 'results.html'}, results.md, results.tex, figures/", options.style)
     return 0 if options.render or not ended.failed else 1
 

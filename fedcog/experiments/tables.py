@@ -3,7 +3,7 @@
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fedcog.experiments.paper import MAIN_AVERAGES, Cell, Study
@@ -280,12 +280,14 @@ def _tex(word: str) -> str:
     return re.sub(r"^([+-])(?=\d)", r"$\1$", word)
 
 
-def filled(notes: str, tell: Callable[[str], Study], results: Results) -> str:
+def filled(notes: str, studies: Mapping[str, Study], results: Results) -> str:
     """Notes with numbers in place of {{study | block | row | last}}, or row - row for a difference by seed."""
 
     def number(found: re.Match[str]) -> str:
         name, block, row, which = (part.strip() for part in found[1].split("|"))
-        study = tell(name)
+        if name not in studies:
+            return NOT_RUN  # it is not among those that are shown
+        study = studies[name]
         cells = {cell.row: cell for cell in study.cells if cell.block == block}
         ours, _, theirs = row.partition(" - ")
         taken = [getattr(values(cells[one], results, study.seeds), which) for one in (ours, theirs) if one]

@@ -1,7 +1,7 @@
 """Everything that was reproduced: a page for a browser, the same in Markdown and LaTeX, and every figure by itself."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,25 +50,29 @@ class Part(NamedTuple):
     notes: str
 
 
-def write(studies: Sequence[Study], results: Results, out: Path, notes: Mapping[str, str]) -> list[Path]:
-    """All of it in the folder `out`: results.html, results.md, results.tex and figures/."""
-    known = {study.name: study for study in studies}
-    parts = [
-        Part(
-            study,
-            _figures(study, results),
-            tables.caption(study, results),
-            tables.filled(notes.get(study.name, ""), known.__getitem__, results),
-        )
+def parts(studies: Sequence[Study], results: Results) -> list[Part]:
+    """Studies with all that is shown of them."""
+    return [
+        Part(study, _figures(study, results), tables.caption(study, results), _notes(study.name, studies, results))
         for study in studies
     ]
-    opening = tables.filled(notes.get("", ""), known.__getitem__, results)
+
+
+def _notes(name: str, studies: Sequence[Study], results: Results) -> str:
+    """What the folder of results has to say about a study, numbers filled in; under no name: about all of them."""
+    known = {study.name: study for study in studies}
+    return tables.filled(results.notes().get(name, ""), known, results)
+
+
+def write(studies: Sequence[Study], results: Results, out: Path) -> list[Path]:
+    """All of it in the folder `out`: results.html, results.md, results.tex and figures/."""
+    shown = parts(studies, results)
     files: dict[Path, bytes] = {
-        out / "results.html": page(parts, opening, results).encode(),
-        out / "results.md": markdown(parts, opening, results).encode(),
-        out / "results.tex": "\n".join(tables.latex(part.study, results) for part in parts).encode(),
+        out / "results.html": page(shown, results).encode(),
+        out / "results.md": markdown(shown, results).encode(),
+        out / "results.tex": latex(shown, results).encode(),
     }
-    for part in parts:
+    for part in shown:
         for name, plot in part.figures.items():
             files[out / "figures" / f"{name}.svg"] = plot.encode()
             files[out / "figures" / f"{name}.png"] = plot.png()
@@ -77,8 +81,14 @@ def write(studies: Sequence[Study], results: Results, out: Path, notes: Mapping[
     return list(files)
 
 
-def markdown(parts: Sequence[Part], opening: str, results: Results) -> str:
+def latex(parts: Sequence[Part], results: Results) -> str:
+    """All tables in LaTeX."""
+    return "\n".join(tables.latex(part.study, results) for part in parts)
+
+
+def markdown(parts: Sequence[Part], results: Results) -> str:
     """The page in Markdown."""
+    opening = _notes("", [part.study for part in parts], results)
     found = ["# The paper, reproduced", opening, tables.EXPLAINED]
     for part in parts:
         found += [f"## {part.study.title}", part.notes]
@@ -87,9 +97,9 @@ def markdown(parts: Sequence[Part], opening: str, results: Results) -> str:
     return "\n\n".join(word for word in found if word) + "\n"
 
 
-def page(parts: Sequence[Part], opening: str, results: Results) -> str:
+def page(parts: Sequence[Part], results: Results) -> str:
     """The page in HTML, whole in itself."""
-    body, number = "", 0
+    body, number, opening = "", 0, _notes("", [part.study for part in parts], results)
     for part in parts:
         drawn = ""
         for plot in part.figures.values():

@@ -1,14 +1,8 @@
 """The page about runs, from run directories written by hand: its numbers, its safety, and how it looks in a browser."""
 
-import contextlib
 import html
-import json
-import os
 import re
-import shutil
-import signal
 import statistics
-import subprocess
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -16,12 +10,16 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from matplotlib.figure import Figure
+from selenium.webdriver import Chrome
 from torch import Tensor
 
 from fedcog.algorithms import Algorithm, FedCOG
 from fedcog.experiments.config import Experiment
 from fedcog.experiments.record import RecordError, RunDirectory
 from fedcog.experiments.report import page, partition_figure
+from tests.browser import ask, browser, look, said
+
+__all__ = ["browser"]
 
 torch.set_num_threads(1)
 
@@ -326,8 +324,13 @@ def test_partition_figure_stands_alone(clients: int, labels: int, numbers: bool)
     assert len(svg) < 300_000
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium to look with")
-def test_phone_does_not_scroll_sideways_and_paper_opens_tables_that_fit(six: list[Path], tmp_path: Path) -> None:
+OPEN = """return [...document.querySelectorAll("details table")].map(table => table.checkVisibility())"""
+SIZES = "const page = document.documentElement; return [page.scrollWidth, page.clientWidth, page.scrollHeight]"
+
+
+def test_phone_does_not_scroll_sideways_and_paper_opens_tables_that_fit(
+    browser: Chrome, six: list[Path], tmp_path: Path
+) -> None:
     wide = record(
         tmp_path / "wide",
         [0.5],
@@ -335,45 +338,17 @@ def test_phone_does_not_scroll_sideways_and_paper_opens_tables_that_fit(six: lis
         classes=["longish" * 9] * 60,
         command="x" * 500,
     )
-    # A window of Chromium's cannot be this narrow everywhere; a frame in it can, and lays out the same.
     text = page([*six, wide])
-    frames = {
-        "phone": (360, text.replace("<details>", "<details open>")),
-        "screen": (1000, text),
-        "paper": (673, text.replace("@media print", "@media all")),  # as wide as A4 without its margins
-    }
-    script = """onload = () => { document.title = JSON.stringify(Object.fromEntries(
-        [...document.querySelectorAll("iframe")].map(frame => {
-            const page = frame.contentDocument.documentElement;
-            const open = [...page.querySelectorAll("details table")].map(table => table.checkVisibility());
-            return [frame.id, [page.scrollWidth, page.clientWidth, page.scrollHeight, open]];
-        }))) }"""
-    body = "".join(
-        f'<iframe id="{name}" style="width:{width}px;height:700px;border:0" srcdoc="{html.escape(content)}"></iframe>'
-        for name, (width, content) in frames.items()
-    )
-    (tmp_path / "frame.html").write_text(f'<!DOCTYPE html><meta charset="utf-8"><script>{script}</script>{body}')
-    found = re.search(r"<title>(.*?)</title>", browse(tmp_path / "frame.html", tmp_path))
-    assert found
-    seen = json.loads(html.unescape(found[1]))
-    width, room, height, open_on_phone = seen["phone"]
-    assert 300 < room <= 360
+    (tmp_path / "open.html").write_text(text.replace("<details>", "<details open>"), encoding="utf-8")
+    look(browser, tmp_path / "open.html", "phone")
+    width, room, height = ask(browser, SIZES)
+    assert 300 < room <= 390
     assert width <= room
     assert height > 3000
-    assert open_on_phone == [True, True]  # as they were made to be here
-    assert seen["screen"][3] == [False, False]
-    assert seen["paper"][3] == [True, False]  # three classes and sixty
-
-
-def browse(file: Path, home: Path) -> str:
-    """The document as headless Chromium leaves it; the browser and all it started are ended whatever happens."""
-    quiet = ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", *quiet, f"--user-data-dir={home / 'profile'}"]
-    command += ["--virtual-time-budget=5000", "--dump-dom", file.as_uri()]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
-    try:
-        return process.communicate(timeout=60)[0].decode()
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(10)
+    assert ask(browser, OPEN) == [True, True]  # as they were made to be here
+    (tmp_path / "page.html").write_text(text, encoding="utf-8")
+    look(browser, tmp_path / "page.html", "desktop")
+    assert ask(browser, OPEN) == [False, False]
+    look(browser, tmp_path / "page.html", "desktop", media="print")
+    assert ask(browser, OPEN) == [True, False]  # three classes and sixty
+    assert said(browser) == []

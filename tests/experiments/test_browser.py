@@ -1,0 +1,75 @@
+"""Pages in a real browser: nothing on the console, figures to be seen at two widths, tables that sort.
+
+FEDCOG_SCREENSHOTS=docs/figures python -m pytest tests/experiments/test_browser.py makes the pictures in the docs.
+"""
+
+from pathlib import Path
+
+import pytest
+from selenium.webdriver import Chrome
+
+from fedcog.experiments import paper
+from fedcog.experiments.report import reproduction
+from fedcog.experiments.results import Results
+from tests.browser import ask, browser, look, said, shoot
+
+ROOT = Path(__file__).parents[2]
+__all__ = ["browser"]
+
+FIGURES = """return [...document.querySelectorAll("figure > svg")].map(svg => {
+    const box = svg.getBoundingClientRect();
+    return [box.width, box.height, svg.checkVisibility(), svg.querySelectorAll("path, use").length];
+})"""
+SIZES = "const page = document.documentElement; return [page.scrollWidth, page.clientWidth, page.scrollHeight]"
+COLUMN = """return [...document.querySelectorAll("#main table")[arguments[0]].tBodies[0].rows]
+    .map(row => row.cells[1].textContent)"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page about the results that are in this repository."""
+    results, studies = Results(ROOT / "results"), list(paper.studies().values())
+    place = tmp_path_factory.mktemp("page") / "results.html"
+    place.write_text(reproduction.page(reproduction.parts(studies, results), results), encoding="utf-8")
+    return place
+
+
+@pytest.mark.parametrize("width", ["phone", "desktop"])
+def test_figures_are_seen_and_nothing_is_said_or_cut_off(browser: Chrome, file: Path, width: str) -> None:
+    look(browser, file, width)
+    found = ask(browser, FIGURES)
+    assert len(found) >= 8
+    for across, down, seen, strokes in found:
+        assert seen and across > 200 and down > 100 and strokes > 5
+    across, room, down = ask(browser, SIZES)
+    assert across <= room and down > 5000
+    shoot(browser, f"page-{width}")
+    assert said(browser) == []
+
+
+def test_a_table_sorts_by_the_column_that_is_clicked(browser: Chrome, file: Path) -> None:
+    look(browser, file, "desktop")
+    place = ask(
+        browser,
+        """return [...document.querySelectorAll("#main table")].findIndex(table =>
+            [...table.tBodies[0].rows].some(row => /^[0-9]/.test(row.cells[1].textContent)))""",
+    )
+    before = browser.execute_script(COLUMN, place)
+    numbers = sorted(float(cell.split()[0]) for cell in before if cell[0].isdigit())
+    assert len(numbers) > 5 and [float(cell.split()[0]) for cell in before if cell[0].isdigit()] != numbers
+    button = browser.find_elements("css selector", "#main table")[place].find_elements("css selector", "th button")[1]
+    for expected in (numbers, numbers[::-1]):
+        button.click()
+        after = browser.execute_script(COLUMN, place)
+        assert [float(cell.split()[0]) for cell in after if cell[0].isdigit()] == expected
+        assert sorted(after) == sorted(before)
+    heads = browser.find_elements("css selector", "th[aria-sort]")
+    assert [head.get_attribute("aria-sort") for head in heads] == ["descending"]
+    assert said(browser) == []
+
+
+def test_a_fault_on_a_page_would_be_heard(browser: Chrome, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.html"
+    broken.write_text('<!DOCTYPE html><link rel="icon" href="data:,"><script>nobody.knows()</script>')
+    look(browser, broken, "desktop")
+    assert any("nobody is not defined" in line for line in said(browser))

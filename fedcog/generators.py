@@ -1,4 +1,4 @@
-"""Generators as pure functions of random numbers: virtual data for VHL, and FedGen's features from labels."""
+"""Generators as pure functions of random numbers: images for FedCOG, virtual data for VHL, features for FedGen."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,6 +12,7 @@ from fedcog.optimiser import Motion, Optimiser
 from fedcog.tree import Params, State
 
 LATENT, CHANNELS = 64, 32  # of the style generator
+NOISE = 256  # numbers that go into the convolutional generator, for one image
 
 
 def noise_shape(input_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -56,6 +57,40 @@ def style_images(latents: Tensor, numbers: Tensor, input_shape: tuple[int, ...])
         else:
             x = F.conv2d(x, weight) / math.sqrt(CHANNELS)
     return torch.tanh(F.interpolate(x, size=input_shape[1:], mode="bilinear", align_corners=False)) * 2
+
+
+def conv_sizes(input_shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The shapes of the convolutional generator's weights: a linear layer, then three 3x3 convolutions."""
+    channels, height, width = input_shape
+    small = -(-height // 4) * -(-width // 4)
+    return [(128 * small, NOISE), (128, 128, 3, 3), (64, 128, 3, 3), (channels, 64, 3, 3)]
+
+
+def conv_generator(numbers: Tensor, input_shape: tuple[int, ...]) -> Params:
+    """The weights of the convolutional generator, made of standard normal `numbers`."""
+    parts = _parts(numbers, conv_sizes(input_shape))
+    return {f"weight{place}": part / math.sqrt(part[0].numel()) for place, part in enumerate(parts)}
+
+
+def conv_images(learnt: Params, input_shape: tuple[int, ...]) -> Tensor:
+    """Images that a convolutional generator makes of noise {"noise"} (FedCOG, appendix A.4.2).
+
+    A quarter of the height and width is doubled twice; every layer is normalised over the batch, the last one too, so
+    that images have the mean and deviation that models are used to.
+    """
+    height, width = input_shape[1:]
+    x = F.linear(learnt["noise"], learnt["weight0"]).reshape(-1, 128, -(-height // 4), -(-width // 4))
+    x = F.interpolate(_normal(x), scale_factor=2, mode="nearest")
+    x = F.leaky_relu(_normal(F.conv2d(x, learnt["weight1"], padding=1)), 0.2)
+    x = F.interpolate(x, size=(height, width), mode="nearest")
+    x = F.leaky_relu(_normal(F.conv2d(x, learnt["weight2"], padding=1)), 0.2)
+    return _normal(F.conv2d(x, learnt["weight3"], padding=1))
+
+
+def _normal(x: Tensor) -> Tensor:
+    """Channels of mean 0 and deviation 1, over the batch."""
+    mean, variance = x.mean((0, 2, 3), keepdim=True), x.var((0, 2, 3), keepdim=True, unbiased=False)
+    return (x - mean) / (variance + 1e-5).sqrt()
 
 
 def feature_sizes(noise: int, classes: int, hidden: int, width: int) -> list[tuple[int, int]]:

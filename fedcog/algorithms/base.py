@@ -82,6 +82,7 @@ class Site:
     buffers: Params  # running statistics of the model being trained
     weight: Tensor  # this client's weight in the sum, in (0, 1]
     counts: Tensor  # its examples of each class
+    round: Tensor  # from 0
     step: Tensor
     steps: Tensor
     lr: Tensor

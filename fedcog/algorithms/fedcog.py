@@ -1,15 +1,16 @@
 """FedCOG (Ye et al., ICLR 2024): clients complement their data with inputs the global model is sure of."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fedcog import generation
+from fedcog import generation, generators, tree
 from fedcog.algorithms.base import Batch, Draw, Effort, Extra, Site
 from fedcog.algorithms.wrapper import Wrapper
-from fedcog.models import Model
+from fedcog.models import Model, ModelError
 from fedcog.settings import setting
 from fedcog.task import Labels
 from fedcog.tree import Params, State
@@ -44,6 +45,9 @@ class FedCOG(Wrapper):
         "balanced", "shares of real and generated loss: by how much is missing, or 1 and lambda_kd"
     )
     lambda_kd: float = setting(0.01, "weight of the generated loss under fixed weighting", ">= 0")
+    generator: Literal["none", "conv"] = setting(
+        "none", "what learns to be inputs: these themselves, or noise and a convolutional network that makes them"
+    )
     control: Literal["off", "loss", "lr"] = setting(
         "off", "nothing generated, to compare with: the real share on the loss alone, or on the learning rate"
     )
@@ -52,8 +56,15 @@ class FedCOG(Wrapper):
 
     def draws(self, round: int, model: Model, batch_size: int) -> dict[str, Draw]:
         """Noise, once awake: without it the rest of this class lies dormant."""
-        awake = {"noise": Draw((self.count, *model.input_shape))} if round >= self.start_round else {}
-        return self.inner.draws(round, model, batch_size) | awake
+        awake = {"noise": Draw((self.count, *model.input_shape))}
+        if self.generator == "conv":
+            if len(model.input_shape) != 3:
+                raise ModelError(
+                    "fedcog.generator 'conv' makes images, and the inputs here are none: set it to 'none'."
+                )
+            size = sum(math.prod(shape) for shape in generators.conv_sizes(model.input_shape))
+            awake = {"noise": Draw((self.count, generators.NOISE)), "generator": Draw((size,))}
+        return self.inner.draws(round, model, batch_size) | (awake if round >= self.start_round else {})
 
     def client_init(self, shared: State) -> State:
         """A client that never took part has the global model for its previous one."""
@@ -65,7 +76,11 @@ class FedCOG(Wrapper):
         if "noise" not in draws:
             return draft
         labels = site.task.targets(site.counts, self.count, self.labels)
-        return draft | {"made": generation.begin(draws["noise"], labels, self.recipe)}
+        learnt = {"x": draws["noise"]}
+        if self.generator == "conv":
+            weights = generators.conv_generator(draws["generator"], site.model.input_shape)
+            learnt = {"noise": draws["noise"]} | weights
+        return draft | {"made": generation.begin(learnt, labels, self.recipe, self._render(site))}
 
     def redrafts(self, round: int) -> int:
         """The steps of the optimisation, once awake."""
@@ -76,12 +91,11 @@ class FedCOG(Wrapper):
         draft = self.inner.redraft(draft, site)
         if "made" not in draft or not self.recipe.steps:
             return draft
-        teacher, recipe = self._teacher(site), self.recipe
-        student = teacher | site.own["previous"]
-        loss = generation.objective(site.task, site.model, teacher, student, recipe.disagreement, self.count)
-        made = generation.improve(loss, draft["made"], site.step, recipe, site.gradient)
+        recipe, render = self.recipe, self._render(site)
+        made = generation.improve(self._objective(site, draft), draft["made"], site.step, recipe, site.gradient, render)
         due = site.step < recipe.steps  # an algorithm inside may ask for more
-        return draft | {"made": {name: torch.where(due, value, draft["made"][name]) for name, value in made.items()}}
+        kept = tree.apply(lambda new, old: torch.where(due, new, old), made, draft["made"])
+        return draft | {"made": kept}
 
     def extra_data(self, site: Site, draft: State) -> Extra:
         """Generated inputs with their labels and the teacher's outputs; eight of them are shown on their way."""
@@ -89,7 +103,8 @@ class FedCOG(Wrapper):
         if "made" not in draft:
             return extra
         drafted, labels = draft["made"], draft["made"]["y"]
-        made = {"x": drafted["x"], "y": labels, "logits": site.model.predict(self._teacher(site), drafted["x"])}
+        x = self._render(site)(drafted["learnt"])
+        made = {"x": x, "y": labels, "logits": site.model.predict(self._teacher(site), x)}
         exhibit = {"images": drafted["trail"], "labels": labels[drafted["shown"]], "steps": drafted["marks"]}
         return Extra(extra.groups | {"made": made}, extra.exhibit | exhibit)
 
@@ -141,6 +156,19 @@ class FedCOG(Wrapper):
             marks=tuple(sorted({steps * quarter // 4 for quarter in range(5)})),
             shown=tuple(sorted({(self.count - 1) * eighth // 7 for eighth in range(8)})),
         )
+
+    def _objective(self, site: Site, draft: State) -> generation.Loss:
+        """What inputs are optimised for (eqs. 1 and 2)."""
+        teacher, strength = self._teacher(site), self.recipe.disagreement
+        student = teacher | site.own["previous"]
+        render = self._render(site)
+        return generation.objective(site.task, site.model, teacher, student, strength, self.count, render)
+
+    def _render(self, site: Site) -> generation.Render:
+        """What makes inputs of what is learnt."""
+        if self.generator == "none":
+            return generation.as_they_are
+        return lambda learnt: generators.conv_images(learnt, site.model.input_shape)
 
     def _teacher(self, site: Site) -> Params:
         """The model the client would start from."""

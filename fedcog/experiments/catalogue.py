@@ -129,7 +129,7 @@ def _exchange(algorithm: Algorithm) -> tuple[State, State, State]:
     shared = algorithm.broadcast(backend.begin(algorithm))
     one = torch.ones((), dtype=torch.int64)
     member = Members(one, algorithm.client_init(shared), backend.weights[0], backend.counts[0], one)
-    fixed = {"shared": shared, "lr": torch.tensor(0.01)}
+    fixed = {"shared": shared, "lr": torch.tensor(0.01), "round": torch.tensor(0)}
     site = cohort.course(algorithm).site(member, fixed, shared["buffers"], one)
     kept, payload = algorithm.client_update(algorithm.client_start(site), site, Effort(one, site.lr, site.lr))
     return shared, payload, kept

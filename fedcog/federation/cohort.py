@@ -206,7 +206,7 @@ class Cohort:
         draws = self.common(algorithm, "federation")  # drawn by numpy, which takes no stand-ins
         with FakeTensorMode(allow_non_fake_inputs=True):
             shared = algorithm.unpack(shared, draws, self.model)
-            fixed: State = {"members": one._asdict(), "shared": shared, "lr": rate}
+            fixed: State = {"members": one._asdict(), "shared": shared, "lr": rate, "round": zero}
             state = course.start(fixed, course.buffers(fixed, zero), zero)
             length = self.optimiser.length(one.steps, 1.0).to(rate.dtype)
             made = one_alone(course.finish(state, fixed, Effort(one.steps, rate, length)).payload)
@@ -248,7 +248,7 @@ class Cohort:
         members = members._replace(number=members.number.to(device), steps=members.steps.to(device))
         zero = torch.zeros((), dtype=torch.int64, device=device)
         rate = torch.tensor(lr, dtype=dtype, device=device)
-        fixed: State = {"members": members._asdict(), "shared": sent(parties), "lr": rate}
+        fixed: State = {"members": members._asdict(), "shared": sent(parties), "lr": rate, "round": zero + round}
 
         buffers = course.buffers(fixed, zero)
         draws = tree.join(

@@ -59,8 +59,8 @@ class Course(NamedTuple):
     """One client's round as an algorithm has it, mapped over the members by `each`.
 
     `fixed` is what does not change in a round: the members, what they were sent ("shared"), the learning rate ("lr"),
-    and for training all steps' batches. `uneven` says that some members may be done before others, `apart` that each
-    was sent something of its own: members of several federations are trained at once.
+    the round, and for training all steps' batches. `uneven` says that some members may be done before others, `apart`
+    that each was sent something of its own: members of several federations are trained at once.
     """
 
     model: Model
@@ -100,6 +100,7 @@ class Course(NamedTuple):
             buffers=buffers,
             weight=member.weight,
             counts=member.counts,
+            round=fixed["round"],
             step=step,
             steps=member.steps,
             lr=fixed["lr"],

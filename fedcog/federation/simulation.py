@@ -50,9 +50,12 @@ class Simulation:
 
     def begin(self, algorithm: Algorithm) -> State:
         """The server before the first round."""
+        return algorithm.server_init(self.origin(algorithm))
+
+    def origin(self, algorithm: Algorithm) -> Origin:
+        """What a server is made of."""
         model, draws = self.cohort.model, self.cohort.common(algorithm, "federation")
-        population = self.weights.new_tensor(len(self.weights))
-        return algorithm.server_init(Origin(model, model.params, population, draws))
+        return Origin(model, model.params, self.weights.new_tensor(len(self.weights)), draws)
 
     def draws(self, algorithm: Algorithm, round: int) -> State:
         """The random tensors of the server in a round."""

@@ -120,9 +120,8 @@ def test_the_gradient_of_fedcog_around_fedprox_term_by_term() -> None:
     made = {"x": torch.randn(6, 5, generator=draw).double(), "logits": torch.randn(6, 4, generator=draw).double()}
     counts, mu = torch.tensor([40, 0, 10, 25]), 0.3
     zero = torch.zeros((), dtype=torch.float64)
-    site = Site(
-        model, SingleLabel(4), {"params": sent, "buffers": {}}, {}, {}, zero + 1, counts, zero, zero, zero, 6, autograd
-    )
+    sent_all, numbers = {"params": sent, "buffers": {}}, (zero, zero, zero, zero)
+    site = Site(model, SingleLabel(4), sent_all, {}, {}, zero + 1, counts, *numbers, 6, autograd)
     algorithm = FedCOG(FedProx(mu=mu), start_round=0)
     grads, _ = algorithm.local_grad(
         lambda params, batch: algorithm.local_loss(params, batch, site), now, {**real, "made": made}, site

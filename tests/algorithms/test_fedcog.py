@@ -28,7 +28,7 @@ def extra(algorithm: FedCOG, rounds: int = 1) -> tuple[Small, Site, Batch]:
         backend.steps[0],
     )
     course = backend.cohort.course(small.algorithm)
-    fixed = {"shared": shared, "lr": torch.tensor(0.1, dtype=torch.float64)}
+    fixed = {"shared": shared, "lr": torch.tensor(0.1, dtype=torch.float64), "round": torch.tensor(rounds)}
     site = course.site(member, fixed, shared["buffers"], torch.tensor(0))
     draws = tree.pick(backend.cohort.draws(algorithm, "client", rounds, torch.tensor([0])), 0)
     with torch.no_grad():

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fedcog import generation
-from fedcog.algorithms import MOON, SCAFFOLD, Algorithm, FedAvg, FedCOG, FedProx
+from fedcog.algorithms import MOON, SCAFFOLD, VHL, Algorithm, FedAvg, FedCOG, FedProx
+from fedcog.algorithms.varied import Varied
 from fedcog.experiments.config import Experiment
 from fedcog.experiments.prepare import Prepared
 from fedcog.experiments.probes import Scene
@@ -50,11 +51,15 @@ def test_going_on_is_as_if_it_had_been_one_run(algorithm: Algorithm, start: Path
     assert RunDirectory(parts.path).provenance()["after"] == "fedavg+fedcog"
 
 
-@pytest.mark.parametrize("algorithm", [FedProx(), MOON()])
-def test_another_method_may_go_on_if_it_keeps_no_more(algorithm: Algorithm, start: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("algorithm", [FedProx(), MOON(), SCAFFOLD(), Varied(start_round=2, memory=0.5, average=0.5)])
+def test_another_method_may_go_on(algorithm: Algorithm, start: Path, tmp_path: Path) -> None:
     done = onward(experiment(algorithm, evaluate_local=False), tmp_path / "on", start)
     before = RunDirectory(start).lines()
     assert len(done.lines) == 3 and done.lines[:2] == before
+    begun, ended = RunDirectory(start).load(), RunDirectory(done.path).load()
+    assert begun is not None and ended is not None
+    for name, value in begun.server["params"].items():
+        assert 0 < float((ended.server["params"][name] - value).abs().max()) < 1
     alone = run(experiment(algorithm), tmp_path / "alone", report=False)
     assert done.lines[2]["loss"] != alone.lines[2]["loss"]  # which had two rounds of its own
 
@@ -62,7 +67,7 @@ def test_another_method_may_go_on_if_it_keeps_no_more(algorithm: Algorithm, star
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"algorithm": SCAFFOLD()}, "keeps less"),
+        ({"algorithm": VHL(virtual=10)}, "parameters of its own"),
         ({"seed": 1}, "seed differ"),
         ({"lr": 0.1}, "lr differ"),
         ({"rounds": 1}, "not finished, or longer"),

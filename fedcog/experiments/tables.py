@@ -1,5 +1,6 @@
 """Results beside the paper's, as tables: means, deviations, differences with their intervals; Markdown and LaTeX."""
 
+import functools
 import math
 import re
 import statistics
@@ -7,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fedcog.experiments.paper import MAIN_AVERAGES, Cell, Study
+from fedcog.experiments.record import RecordError
 from fedcog.experiments.reproduce import job
 from fedcog.experiments.results import Results
 from fedcog.experiments.summary import Spread, spread
@@ -70,7 +72,7 @@ def values(cell: Cell, results: Results, seeds: Sequence[int]) -> Values:
         taken = {seed: line["found"].get("seconds", []) for seed, line in found.items()}
         each = {client: value for listed in taken.values() for client, value in enumerate(listed)}
         return Values(each, each)
-    name = "personal_accuracy" if cell.measure == "personal" else "accuracy"
+    name = {"personal": "personal_accuracy", "validation": "validation_accuracy"}.get(cell.measure, "accuracy")
     series = {seed: [100 * value for value in line[name] if value is not None] for seed, line in found.items()}
     series = {seed: numbers for seed, numbers in series.items() if numbers}
     lost = sum(bool(line.get("diverged")) for line in found.values())
@@ -127,17 +129,21 @@ def _mean_by_seed(taken: Sequence[dict[int, float]]) -> dict[int, float]:
 
 def paired(ours: dict[Any, float], theirs: dict[Any, float]) -> Paired | None:
     """The mean difference over what both have, with its interval from Student's t."""
+    gaps = tuple(ours[key] - theirs[key] for key in ours if key in theirs)
+    return _lead(gaps) if gaps else None
+
+
+@functools.cache
+def _lead(gaps: tuple[float, ...]) -> Paired:
     from scipy import stats  # takes a second to load
 
-    gaps = [ours[key] - theirs[key] for key in ours if key in theirs]
-    if not gaps:
-        return None
     half = p = None
     if len(gaps) > 1:
         error = statistics.stdev(gaps) / math.sqrt(len(gaps))
         half = float(stats.t.ppf(0.975, len(gaps) - 1)) * error
     if len(gaps) >= ENOUGH and any(gaps):
-        p = float(stats.wilcoxon(gaps).pvalue)
+        alike = len({abs(gap) for gap in gaps} - {0.0}) < len(gaps)  # then there is no table of exact values
+        p = float(stats.wilcoxon(gaps, method="asymptotic" if alike else "exact").pvalue)
     return Paired(statistics.fmean(gaps), half, len(gaps), p)
 
 
@@ -284,18 +290,23 @@ def filled(notes: str, studies: Mapping[str, Study], results: Results) -> str:
     """Notes with numbers in place of {{study | block | row | last}}, or row - row for a difference by seed."""
 
     def number(found: re.Match[str]) -> str:
-        name, block, row, which = (part.strip() for part in found[1].split("|"))
+        parts = [part.strip() for part in re.sub(r"\s+", " ", found[1]).split("|")]
+        if len(parts) != 4 or parts[3] not in ("last", "best"):
+            raise RecordError(f"notes.md: {found[0]} is not of the form study | block | row | last (or best).")
+        name, block, row, which = parts
         if name not in studies:
             return NOT_RUN  # it is not among those that are shown
         study = studies[name]
         cells = {cell.row: cell for cell in study.cells if cell.block == block}
-        ours, _, theirs = row.partition(" - ")
-        taken = [getattr(values(cells[one], results, study.seeds), which) for one in (ours, theirs) if one]
+        rows = [row] if row in cells else row.split(" - ")
+        if lacking := [one for one in rows if one not in cells]:
+            raise RecordError(f"notes.md: {found[0]}: {name} has no row {', '.join(lacking)} in a block {block}.")
+        taken = [getattr(values(cells[one], results, study.seeds), which) for one in rows]
         if not all(taken):
             return NOT_RUN
-        if theirs:
-            lead = paired(*taken)
-            return NOT_RUN if lead is None else lead.words()
-        return _number(spread(list(taken[0].values())))
+        if len(taken) == 1:
+            return _number(spread(list(taken[0].values())))
+        lead = paired(taken[0], taken[1])
+        return NOT_RUN if lead is None else lead.words()
 
-    return re.sub(r"\{\{(.*?)\}\}", number, notes)
+    return re.sub(r"\{\{(.*?)\}\}", number, notes, flags=re.DOTALL)

@@ -11,6 +11,7 @@ from fedcog.algorithms import Algorithm, FedCOG, FedProx
 from fedcog.experiments import paper, tables
 from fedcog.experiments.config import Experiment
 from fedcog.experiments.paper import Cell, Study
+from fedcog.experiments.record import RecordError
 from fedcog.experiments.report import reproduction
 from fedcog.experiments.reproduce import job
 from fedcog.experiments.results import Results
@@ -107,8 +108,12 @@ def test_markdown_latex_and_notes(results: Results) -> None:
     )
     assert latex.count(r"\begin{tabular}") == latex.count(r"\end{tabular}") == 2
     notes = (
-        "At {{x | one | FedAvg | last}}, that is {{x | one | FedCOG - FedAvg | last}}; {{x | one | FedProx | best}}."
+        "At {{x | one | FedAvg | last}}, so {{x | one | FedCOG - FedAvg | last}}; {{x | one | FedProx | best}}."
     )
+    with pytest.raises(RecordError, match="no row FedOops"):
+        tables.filled("{{x | one | FedOops | last}}", {"x": STUDY}, results)
+    with pytest.raises(RecordError, match="not of the form"):
+        tables.filled("{{x | one}}", {"x": STUDY}, results)
     assert tables.filled(notes, {"x": STUDY}, results) == "At 40.00 ± 10.00, so +2.00 ± 2.48; not run."
 
 

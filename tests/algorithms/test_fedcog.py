@@ -1,14 +1,18 @@
 """FedCOG's options, each seen to do what it says."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from fedcog import tree
 from fedcog.algorithms import Algorithm, Batch, Draw, FedAvg, FedCOG, FedProx, Site
 from fedcog.federation.course import Members
-from fedcog.testing import Small, worst
+from fedcog.models import ModelError
+from fedcog.optimiser import Optimiser
+from fedcog.testing import Small, vectors, worst
 from fedcog.tree import Params
 
 COG = FedCOG(count=8, steps=4, start_round=0, lr=0.1)
@@ -86,6 +90,9 @@ def test_labels() -> None:
         {"beta2": 0.5},
         {"lr": 0.5},
         {"start_round": 1},
+        {"generator": "conv"},
+        {"control": "loss"},
+        {"control": "lr"},
     ],
 )
 def test_every_option_changes_the_result(change: dict[str, object]) -> None:
@@ -116,6 +123,38 @@ def test_hard_supervision_is_cross_entropy_with_the_teachers_decision() -> None:
     hard = torch.nn.functional.cross_entropy(logits, made["logits"].argmax(-1))
     plain = FedAvg().local_loss(params, real, site)
     assert both.item() == pytest.approx((plain + hard).item(), rel=1e-12)
+
+
+def test_the_controls_are_the_real_share_and_nothing_else() -> None:
+    """Without weight decay a factor on the loss is one on the learning rate, and both are FedAvg with a smaller one."""
+    one: dict[str, Any] = {"sizes": (50,), "rounds": 2, "optimiser": Optimiser(momentum=0.9, weight_decay=0.0)}
+    small = Small(FedAvg(), **one)
+    counts = small.backend.counts[0]
+    share = float(counts.sum() / (counts.max() * len(counts)))
+    assert 0 < share < 0.9
+    slower = Small(FedAvg(), lr=0.05 * share, **one).run()[-1].server["params"]
+    for control in ("loss", "lr"):
+        algorithm = dataclasses.replace(COG, control=control)  # type: ignore[arg-type]
+        assert worst(Small(algorithm, **one).run()[-1].server["params"], slower) < 1e-12
+
+
+def test_a_generator_learns_to_make_inputs_that_convince() -> None:
+    conv = dataclasses.replace(COG, generator="conv", steps=12, lr=0.01, count=16)
+    _, site, made = extra(conv)
+    _, _, first = extra(dataclasses.replace(conv, steps=0))
+    assert made["x"].shape == (16, 1, 8, 8)
+    assert float(made["x"].mean()) == pytest.approx(0, abs=1e-6) and float(made["x"].std()) == pytest.approx(
+        1, rel=0.01
+    )
+    teacher: Params = site.shared["params"] | site.shared["buffers"]
+    assert torch.equal(site.model.predict(teacher, made["x"]), made["logits"])
+    losses = [float(site.task.loss(one["logits"], one["y"]).mean()) for one in (first, made)]
+    assert losses[1] < losses[0] - 0.01
+
+
+def test_a_generator_is_refused_where_inputs_are_no_images() -> None:
+    with pytest.raises(ModelError, match="the inputs here are none"):
+        Small(dataclasses.replace(COG, generator="conv"), dataset=vectors(), module=nn.Linear(5, 4), sizes=(30,)).run()
 
 
 def test_the_payload_is_fedavgs_byte_for_byte_in_shape_and_name() -> None:

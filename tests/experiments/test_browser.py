@@ -43,6 +43,7 @@ def test_figures_are_seen_and_nothing_is_said_or_cut_off(browser: Chrome, file: 
         assert seen and across > 200 and down > 100 and strokes > 5
     across, room, down = ask(browser, SIZES)
     assert across <= room and down > 5000
+    ask(browser, "document.querySelector('#main figure').scrollIntoView()")
     shoot(browser, f"page-{width}")
     assert said(browser) == []
 

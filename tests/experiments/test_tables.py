@@ -107,9 +107,7 @@ def test_markdown_latex_and_notes(results: Results) -> None:
         r"FedAvg & 40.00 $\pm$ 10.00 & 50.00 $\pm$ 10.00 & 41.00 $\pm$ 0.50 & $+$9.00 & $+$2.00 $\pm$ 2.48 \\" in latex
     )
     assert latex.count(r"\begin{tabular}") == latex.count(r"\end{tabular}") == 2
-    notes = (
-        "At {{x | one | FedAvg | last}}, so {{x | one | FedCOG - FedAvg | last}}; {{x | one | FedProx | best}}."
-    )
+    notes = "At {{x | one | FedAvg | last}}, so {{x | one | FedCOG - FedAvg | last}}; {{x | one | FedProx | best}}."
     with pytest.raises(RecordError, match="no row FedOops"):
         tables.filled("{{x | one | FedOops | last}}", {"x": STUDY}, results)
     with pytest.raises(RecordError, match="not of the form"):

@@ -130,7 +130,7 @@ def test_the_controls_are_the_real_share_and_nothing_else() -> None:
     one: dict[str, Any] = {"sizes": (50,), "rounds": 2, "optimiser": Optimiser(momentum=0.9, weight_decay=0.0)}
     small = Small(FedAvg(), **one)
     counts = small.backend.counts[0]
-    share = float(counts.sum() / (counts.max() * len(counts)))
+    share = int(counts.sum()) / int(counts.max() * len(counts))
     assert 0 < share < 0.9
     slower = Small(FedAvg(), lr=0.05 * share, **one).run()[-1].server["params"]
     for control in ("loss", "lr"):

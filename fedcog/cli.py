@@ -33,6 +33,9 @@ from fedcog.flags import Parser
 from fedcog.models import ModelError
 from fedcog.settings import ConfigError
 
+LEFT = 3
+"""The exit code of a queue whose time is over before its work."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
@@ -171,50 +174,68 @@ def _reproduce(options: argparse.Namespace, rest: list[str]) -> int:
     faults, known = list[str](), paper.studies()
     for name in options.names:
         faults += [settings.unknown("table or figure", name, ["all", *known])] if name not in ("all", *known) else []
+    telling = options.status or not (options.render or options.smoke or options.seeds or options.datasets)
+    if not options.names and not options.render and not telling:
+        faults.append("say what to run: all, or some of those that fedcog reproduce lists.")
     chosen = [study for name, study in known.items() if {name, "all"} & {*options.names}] or list(known.values())
     seeds = _seeds(options.seeds or [], faults)
     part, parts = _shard(options.shard, faults)
     if options.smoke:
         chosen = [paper.tiny(study) for study in chosen]
-    if options.time_budget is not None and not options.time_budget > 0:
-        faults.append(f"time-budget needs seconds > 0, not {options.time_budget:g}.")
+        faults += ["--smoke is on digits alone: leave --datasets out."] if options.datasets else []
+    if seeds:
+        chosen = [study._replace(seeds=tuple(seeds)) for study in chosen]
+    if options.time_budget is not None and not reproduce.RESERVE < options.time_budget < 1e9:
+        faults.append(
+            f"time-budget needs more seconds than the {reproduce.RESERVE:g} that are kept back to write things down, "
+            f"not {options.time_budget:g}."
+        )
     if faults:
         raise ConfigError(faults)
     results = Results(options.results or ("results-smoke" if options.smoke else "results"))
-    if options.status or not options.names:
-        console.progress_of(chosen, reproduce.status(chosen, results, seeds), results.path)
+    if options.status or not (options.names or options.render):
+        console.progress_of(chosen, reproduce.status(chosen, results, options.datasets or ()), results.path)
         return 0
+    out, code = Path(options.out or results.path), 0
+    record.check_writable(out, "--out" if options.out else "--results")
     if not options.render:
-        limits = seeds, options.datasets or (), options.data_dir or ""
-        wanted = list(dict.fromkeys(job for study in chosen for job in reproduce.jobs(study, *limits)))
-        _check_there({job.experiment.dataset for job in wanted}, options.data_dir)
-        stacks = reproduce.share(reproduce.stacks(wanted), part, parts)
-        rounds = reproduce.rounds_left(stacks, results)
-        with console.Progress(rounds, 0, options.style) as progress:
-            queue = reproduce.Queue(
-                results,
-                budget=options.time_budget,
-                watch=progress.advance,
-                stopping=progress.stopping,
-                say=lambda text: console.aside(text, options.style),
-                command=shlex.join(["fedcog", "reproduce", *options.names]),  # where things lie is nobody's business
-            )
-            ended = queue.work(stacks)
-        console.faults(ended.failed)
-        if ended.left:
-            console.note(f"{ended.left} left; go on with: {_command(options)}")
+        record.check_writable(results.path, "--results")
+        code = _work(options, chosen, results, part, parts)
     from fedcog.experiments.report import reproduction  # draws: loads matplotlib
 
-    out = Path(options.out or results.path)
     reproduction.write(chosen, results, out)
     console.say(f"tables and figures: {out / 'results.html'}, results.md, results.tex, figures/", options.style)
-    return 0 if options.render or not ended.failed else 1
+    return code
+
+
+def _work(options: argparse.Namespace, chosen: list[paper.Study], results: Results, part: int, parts: int) -> int:
+    """What is to be run of some studies, as far as time allows; the exit code."""
+    limits = options.datasets or (), options.data_dir or ""
+    wanted = list(dict.fromkeys(job for study in chosen for job in reproduce.jobs(study, *limits)))
+    _check_there({job.experiment.dataset for job in wanted}, options.data_dir)
+    stacks = reproduce.share(reproduce.stacks(wanted), part, parts)
+    with console.Progress(reproduce.rounds_left(stacks, results), 0, options.style) as progress:
+        queue = reproduce.Queue(
+            results,
+            budget=options.time_budget,
+            watch=progress.advance,
+            stopping=progress.stopping,
+            say=lambda text: console.aside(text, options.style),
+            command=shlex.join(["fedcog", "reproduce", *options.names]),  # where things lie is nobody's business
+        )
+        with _onward(_command(options)):
+            ended = queue.work(stacks)
+    console.faults(ended.failed)
+    if ended.left:
+        console.note(f"{ended.left} left; go on with: {_command(options)}")
+    return 1 if ended.failed else 130 if progress.stopping() else LEFT if ended.left else 0
 
 
 def _shard(text: str | None, faults: list[str]) -> tuple[int, int]:
     """Which part of how many: 0/4 to 3/4."""
     part, _, parts = (text or "0/1").partition("/")
-    if not (part.isdecimal() and parts.isdecimal() and int(part) < int(parts) <= 10_000):
+    short = all(word.isascii() and word.isdecimal() and len(word) < 6 for word in (part, parts))
+    if not short or int(part) >= int(parts):
         faults.append(f"shard needs i/n with i from 0 to n - 1, such as 0/4, not '{text}'.")
         return 0, 1
     return int(part), int(parts)
@@ -341,7 +362,7 @@ def _parser(algorithms: Mapping[str, type[Algorithm]]) -> argparse.ArgumentParse
     again.add_argument("--data-dir", metavar="DIR", help="folder with the data sets")
     again.add_argument("--datasets", nargs="+", choices=list(SOURCES), metavar="NAME", help="only what runs on these")
     again.add_argument("--seeds", nargs="+", metavar="SEED", help="other seeds than each table's own")
-    again.add_argument("--time-budget", type=float, metavar="SECONDS", help="stop in time, to be gone on with later")
+    again.add_argument("--time-budget", type=float, metavar="SECONDS", help="stop in time; exit code 3 if more is left")
     again.add_argument("--shard", metavar="I/N", help="only this part of the work, such as 0/4: for several machines")
     again.add_argument("--status", action="store_true", help="run nothing; tell how much of each table is done")
     again.add_argument("--render", action="store_true", help="run nothing; make tables and figures of what there is")

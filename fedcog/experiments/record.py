@@ -35,6 +35,10 @@ class RecordError(Exception):
     """A run directory that cannot be written or continued: says which file, why, and what to do."""
 
 
+class Busy(RecordError):
+    """A run directory that another run is writing to right now."""
+
+
 class Checkpoint(NamedTuple):
     """Where a run stands: rounds done, the server's state, every client's, and what they belong to."""
 
@@ -69,7 +73,7 @@ class RunDirectory:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise RecordError(
+                raise Busy(
                     f"another run is writing to {self.path} right now: wait for it, or choose another --out."
                 ) from None
             yield
@@ -153,7 +157,10 @@ class RunDirectory:
         """Take over the first rounds of another run."""
         lines = other._whole_lines()
         if len(lines) < rounds:
-            raise RecordError(f"{other.path / 'rounds.jsonl'} has fewer lines than its checkpoint has rounds.")
+            raise RecordError(
+                f"{other.path / 'rounds.jsonl'} has fewer lines than its checkpoint has rounds: delete {other.path} to "
+                "have it run again."
+            )
         self._write("rounds.jsonl", b"".join(lines[:rounds]))
 
     def save(self, checkpoint: Checkpoint) -> None:
@@ -254,6 +261,16 @@ def write_file(path: Path, content: bytes) -> None:
         _replace(path, content)
     except OSError as error:
         raise RecordError(f"cannot write {path}: {error.strerror or error}. Choose another place.") from error
+
+
+def check_writable(folder: Path, flag: str) -> None:
+    """A folder that files can be put into, made if need be; the fault names the flag that chose it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError("it may not be written to")
+    except OSError as error:
+        raise RecordError(f"cannot write to {folder} ({error.strerror or error}): choose another {flag}.") from error
 
 
 def runs_below(directories: Sequence[str | Path]) -> list[Path]:

@@ -13,7 +13,7 @@ from fedcog.experiments.paper import Cell, Study
 from fedcog.experiments.prepare import find_device, stacked, surroundings
 from fedcog.experiments.probes import measure
 from fedcog.experiments.provenance import provenance
-from fedcog.experiments.record import RecordError, RunDirectory
+from fedcog.experiments.record import Busy, RecordError, RunDirectory
 from fedcog.experiments.results import Job, Results, digest
 from fedcog.experiments.run import Run, Watch, carry_out, finish, read
 from fedcog.experiments.turns import Interrupted
@@ -67,22 +67,20 @@ def job(cell: Cell, seed: int, data_dir: str = "") -> Job:
     return Job(one, cell.start.of(one) if cell.start else None, cell.probe)
 
 
-def jobs(study: Study, seeds: Sequence[int] = (), datasets: Sequence[str] = (), data_dir: str = "") -> list[Job]:
-    """All work of a study, each thing once; with other seeds than its own, or on some data sets only, if asked."""
+def jobs(study: Study, datasets: Sequence[str] = (), data_dir: str = "") -> list[Job]:
+    """All work of a study, each thing once; on some data sets only, if asked."""
     wanted = [cell for cell in study.cells if cell.experiment is not None]
     wanted = [cell for cell in wanted if not datasets or (cell.experiment and cell.experiment.dataset in datasets)]
-    all_ = tuple(seeds) or study.seeds
-    found = [
-        job(cell, seed, data_dir) for seed in all_ for cell in wanted if not cell.probe or seed == all_[0]
-    ]  # what is measured beside training is measured once
+    first = study.seeds[0]  # what is measured beside training is measured once
+    found = [job(cell, seed, data_dir) for seed in study.seeds for cell in wanted if not cell.probe or seed == first]
     return list(dict.fromkeys(found))
 
 
-def status(studies: Sequence[Study], results: Results, seeds: Sequence[int] = ()) -> list[Done]:
-    """How much of each study is done."""
+def status(studies: Sequence[Study], results: Results, datasets: Sequence[str] = ()) -> list[Done]:
+    """How much of each study is done, or of that part of it which runs on some data sets."""
     found = []
     for study in studies:
-        all_ = jobs(study, seeds)
+        all_ = jobs(study, datasets=datasets)
         found.append(Done(study.name, sum(results.has(one) for one in all_), len(all_)))
     return found
 
@@ -109,25 +107,45 @@ def _mates(one: Job) -> object:
 
 def rounds_left(all_: Sequence[list[Job]], results: Results) -> int:
     """How many rounds there are still to run, those of starts counted once."""
-    left = [one for stack in all_ for one in stack if not results.has(one)]
-    starts = {one.start for one in left if one.start is not None}
-    begun = sum(start.rounds - len(RunDirectory(results.run_directory(Job(start))).lines()) for start in starts)
-    own = 0
-    for one in left:
-        before = one.start.rounds if one.start is not None else 0
-        own += (
-            0
-            if one.probe
-            else one.experiment.rounds - max(before, len(RunDirectory(results.run_directory(one)).lines()))
-        )
-    return begun + own
+    left = [one for stack in all_ for one in stack if not _known(one, results)]
+    starts = {Job(one.start) for one in left if one.start is not None}
+    return sum(_ahead(one, results) for one in (*left, *starts))
+
+
+def _ahead(one: Job, results: Results) -> int:
+    """The rounds that a job has before it."""
+    if one.probe:
+        return 0
+    before = one.start.rounds if one.start is not None else 0
+    with contextlib.suppress(RecordError):  # what is damaged is told when its turn comes
+        before = max(before, len(RunDirectory(results.run_directory(one)).lines()))
+    return max(0, one.experiment.rounds - before)
+
+
+def _known(one: Job, results: Results) -> bool:
+    """Is it done, as far as can be told?"""
+    try:
+        return results.has(one)
+    except RecordError:
+        return False
 
 
 def share(all_: Sequence[list[Job]], part: int, parts: int) -> list[list[Job]]:
-    """This machine's part of the work, which keeps together what shares a start."""
-    families = list(dict.fromkeys(_family(stack) for stack in all_))
-    mine = set(families[part::parts])
+    """This machine's part of the work, which keeps together what shares a start; parts are about as long."""
+    families: dict[str, list[list[Job]]] = {}
+    for stack in all_:
+        families.setdefault(_family(stack), []).append(stack)
+    loads, mine = [0] * parts, set[str]()
+    for name, stacks_ in sorted(families.items(), key=lambda pair: (-_rounds(pair[1]), pair[0])):
+        place = loads.index(min(loads))
+        loads[place] += _rounds(stacks_)
+        mine |= {name} if place == part else set()
     return [stack for stack in all_ if _family(stack) in mine]
+
+
+def _rounds(all_: Sequence[list[Job]]) -> int:
+    """The rounds of some work, none of which is done."""
+    return sum(one.experiment.rounds for stack in all_ for one in stack)
 
 
 def _family(stack: list[Job]) -> str:
@@ -156,28 +174,25 @@ class Queue:
 
     def work(self, all_: Sequence[list[Job]]) -> Ended:
         """Do what is not done. What another process is at is left to it, unless it stops; what fails stops nothing."""
-        failed, waiting = list[str](), [stack for stack in all_ if self._left(stack)]
+        failed, waiting = list[str](), [stack for stack in all_ if not all(_known(one, self.results) for one in stack)]
         while waiting and not self._stopping():
             later = []
-            for stack in waiting:
+            for place, stack in enumerate(waiting):
                 if self._stopping():
-                    later.append(stack)
-                    continue
-                with self._claimed(stack) as mine:
-                    if not mine:
-                        later.append(stack)
-                        continue
-                    try:
+                    later += waiting[place:]
+                    break
+                try:
+                    with self._claimed(stack):
                         self._do(stack)
-                    except (ConfigError, DataError, ModelError, PartitionError, RecordError) as error:
-                        failed.append(f"{stack[0].name}: {error}")
-                        self.say(f"failed: {failed[-1]}")
-                    except Interrupted:
-                        later.append(stack)
+                except (Busy, Interrupted):
+                    later.append(stack)
+                except (ConfigError, DataError, ModelError, PartitionError, RecordError) as error:
+                    failed.append(f"{stack[0].name}: {error}")
+                    self.say(f"failed: {failed[-1]}")
             if len(later) == len(waiting) and not self._stopping():
                 time.sleep(1)  # somebody else is at all that is left
-            waiting = [stack for stack in later if self._left(stack)]
-        return Ended(failed, sum(len(self._left(stack)) for stack in waiting))
+            waiting = later
+        return Ended(failed, sum(not _known(one, self.results) for stack in waiting for one in stack))
 
     def _left(self, stack: list[Job]) -> list[Job]:
         return [one for one in stack if not self.results.has(one)]
@@ -187,40 +202,40 @@ class Queue:
         return asked or (self.deadline is not None and self.deadline.over())
 
     @contextlib.contextmanager
-    def _claimed(self, stack: list[Job]) -> Iterator[bool]:
-        """Is this stack ours to do? Nobody else does it meanwhile, whatever becomes of us."""
+    def _claimed(self, stack: list[Job]) -> Iterator[None]:
+        """These jobs for ourselves, whatever becomes of us; Busy if somebody else has one of them."""
         with contextlib.ExitStack() as held:
-            try:
-                held.enter_context(RunDirectory(self.results.path / "runs" / ".claims" / _digest(stack)).locked())
-            except RecordError as error:
-                if "another run" not in str(error):
-                    raise
-                yield False
-                return
-            yield True
+            for name in sorted({f"{one.key}-{one.seed}" for one in stack}):
+                held.enter_context(RunDirectory(self.results.path / "runs" / ".claims" / name).locked())
+            yield
 
     def _do(self, stack: list[Job]) -> None:
         """A stack, and what it starts from."""
         left = self._left(stack)
-        if not left:  # somebody else has done it meanwhile
-            return
         starts = list(dict.fromkeys(Job(one.start) for one in left if one.start is not None))
-        unfinished = [one for one in starts if not self._finished(one)]
-        for begun in stacks(unfinished):
-            with self._claimed(begun) as mine:
-                if not mine:
-                    raise Interrupted("somebody else runs what this starts from")
-                self._carry_out(begun)
-        if left[0].probe:
-            self._measure(left[0])
-            return
-        for one, run in zip(left, self._carry_out(left), strict=True):
+        for begun in stacks([one for one in starts if not self._finished(one)]):
+            with self._claimed(begun):
+                self._carry_out([one for one in begun if not self._finished(one)])
+        lost = [one for one in left if one.start is not None and self._diverged(Job(one.start))]
+        for one in lost:
+            assert one.start is not None
+            self.results.add(one, digest(read(self.results.run_directory(Job(one.start)))))
+        left = [one for one in left if one not in lost]
+        for one in (one for one in left if one.probe):
+            self._measure(one)
+        runs = [one for one in left if not one.probe]
+        for one, run in zip(runs, self._carry_out(runs) if runs else [], strict=True):
             self.results.add(one, digest(run))
+
+    def _diverged(self, one: Job) -> bool:
+        return bool(RunDirectory(self.results.run_directory(one)).failure())
 
     def _finished(self, one: Job) -> bool:
         place = RunDirectory(self.results.run_directory(one))
         if not place.exists():
             return False
+        if place.failure():  # it went as far as it goes
+            return True
         checkpoint = place.load()
         return checkpoint is not None and checkpoint.round >= one.experiment.rounds
 
@@ -269,10 +284,6 @@ class Queue:
             self.deadline.round()
         if self._watch:
             self._watch(experiment, line)
-
-
-def _digest(stack: list[Job]) -> str:
-    return "-".join(dict.fromkeys(one.key for one in stack))[:120]
 
 
 def _who(stack: list[Job]) -> str:

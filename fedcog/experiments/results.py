@@ -95,12 +95,16 @@ class Results:
             if not lines:
                 return {}
             settings_, told = job.about()["settings"], lines[0]["settings"]
+            for line in lines[1:]:
+                _check(line)
             if other := [name for name in settings_.keys() & told.keys() if _unlike(settings_[name], told[name])]:
                 raise RecordError(f"{file} was made when {', '.join(sorted(other))} had other defaults: move it away.")
             return {line["seed"]: line for line in lines[1:]}
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        except OSError as error:
+            raise RecordError(f"cannot read {file} ({error.strerror or error}): choose another --results.") from error
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise RecordError(f"{file} is damaged ({error}): put it back as it was, or delete it.") from error
 
     def has(self, job: Job) -> bool:
@@ -110,6 +114,8 @@ class Results:
     def add(self, job: Job, found: dict[str, Any]) -> None:
         """Write down what came of a job."""
         file, line = self._file(job), {"seed": job.seed} | found
+        if self.has(job):  # somebody else was quicker
+            return
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             with open(file, "a+b") as open_file:
@@ -136,11 +142,35 @@ class Results:
             text = (self.path / "notes.md").read_text(encoding="utf-8")
         except FileNotFoundError:
             return {}
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecordError(f"cannot read {self.path / 'notes.md'}: {error}.") from error
         first, *parts = re.split(r"^## +(\S+)[ \t]*$", text, flags=re.MULTILINE)
         return {"": first.strip()} | {name: part.strip() for name, part in zip(parts[::2], parts[1::2], strict=True)}
 
     def _file(self, job: Job) -> Path:
         return self.path / f"{job.name}.jsonl"
+
+
+def _check(line: dict[str, Any]) -> None:
+    """A ValueError says what is wrong with a line, which may have come from anywhere."""
+    if not (isinstance(line, dict) and type(line["seed"]) is int and isinstance(line["provenance"], dict)):
+        raise ValueError("a line is no result")
+    if "found" in line:
+        if not isinstance(line["found"], dict):
+            raise ValueError("what was found is no table")
+        return
+    if not isinstance(line["clients"], list):
+        raise ValueError("its clients are no list")
+    for name in ("accuracy", "loss", "personal_accuracy", "validation_accuracy"):
+        values = line.get(name, [])
+        if not (isinstance(values, list) and all(value is None or _is_number(value) for value in values)):
+            raise ValueError(f"{name} is no list of numbers")
+        if name != "loss" and any(value is not None and not 0 <= value <= 1 for value in values):
+            raise ValueError(f"{name} is no list of shares")
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e300
 
 
 def _unlike(one: Any, other: Any) -> bool:

@@ -24,11 +24,13 @@ class Paired(NamedTuple):
     half: float | None
     pairs: int
     p: float | None  # Wilcoxon's signed-rank test, two-sided
+    pooled: int = 1  # settings that the pairs are of
 
     def words(self) -> str:
         """As printed."""
         half = "" if self.half is None else f" ± {self.half:.2f}"
-        p = "" if self.p is None else f" (p = {self.p:.2g}, n = {self.pairs})"
+        where = f" in {self.pooled} settings" if self.pooled > 1 else ""
+        p = "" if self.p is None else f" (p = {self.p:.2g}, n = {self.pairs}{where})"
         return f"{self.mean:+.2f}{half}{p}"
 
 
@@ -73,12 +75,20 @@ def values(cell: Cell, results: Results, seeds: Sequence[int]) -> Values:
         each = {client: value for listed in taken.values() for client, value in enumerate(listed)}
         return Values(each, each)
     name = {"personal": "personal_accuracy", "validation": "validation_accuracy"}.get(cell.measure, "accuracy")
-    series = {seed: [100 * value for value in line[name] if value is not None] for seed, line in found.items()}
+    one_more = (
+        cell.start is not None and cell.experiment is not None and cell.experiment.rounds == cell.start.rounds + 1
+    )
+    since = -1 if one_more else 0  # where a single round is looked at, those before it are not its own
+    series = {seed: [100 * value for value in line[name][since:] if value is not None] for seed, line in found.items()}
     series = {seed: numbers for seed, numbers in series.items() if numbers}
     lost = sum(bool(line.get("diverged")) for line in found.values())
     note = f"{lost} of {len(found)} seeds diverged" if lost else ""
-    last, best = ({seed: pick(numbers) for seed, numbers in series.items()} for pick in (lambda n: n[-1], max))
-    return Values(last, best, note)
+    whole = {seed: numbers for seed, numbers in series.items() if not found[seed].get("diverged")}
+    return Values(
+        {seed: numbers[-1] for seed, numbers in whole.items()},
+        {seed: max(numbers) for seed, numbers in series.items()},
+        note,
+    )
 
 
 def blocks(study: Study, results: Results) -> list[Block]:
@@ -113,6 +123,7 @@ def average(study: Study, known: dict[tuple[str, str], Values]) -> Block:
             for row in (study.ours, name)
         )
         lead = paired(ours, theirs) if name != study.ours else None
+        lead = lead and lead._replace(pooled=len({title for title, _ in ours.keys() & theirs.keys()}))
         rows.append(Row(name, *told, MAIN_AVERAGES.get(name.split(",")[0]), None, lead))
     return Block("Average over the settings", "%", rows)
 
@@ -220,10 +231,13 @@ def caption(study: Study, results: Results) -> str:
     if not found:
         return words + " Nothing of it was run yet."
     seeds = sorted({line["seed"] for cell in study.cells for line in lines_of(cell, results, study.seeds)})
-    told = {name: _listed(str(one[name]) for one in found if one.get(name)) for name in ("device", "torch", "commit")}
-    days = sorted({str(one["started"])[:10] for one in found if one.get("started")})
+    told = {
+        name: _listed(_plain(str(one[name])) for one in found if one.get(name))
+        for name in ("device", "torch", "commit")
+    }
+    days = sorted({_plain(str(one["started"]))[:10] for one in found if one.get("started")})
     when = " to ".join(dict.fromkeys([*days[:1], *days[-1:]]))
-    commands = _listed(f"`{one['command']}`" for one in found if one.get("command"))
+    commands = _listed(f"`{_plain(str(one['command']))}`" for one in found if one.get("command"))
     number = f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {', '.join(str(seed) for seed in seeds)}"
     return (
         f"{words} {number[0].upper()}{number[1:]}; {when}, {told['device']}, torch {told['torch']}, commit "
@@ -252,8 +266,9 @@ EXPLAINED = (
     "Test accuracy in %, mean ± sample standard deviation over seeds. *last*: after the last round, the honest number; "
     "*best*: the highest of all rounds, chosen on the test set, which is what the paper prints. *FedCOG - this*: the "
     "difference of the last accuracies, seed by seed on the same partitions, with its 95 % interval (Student's t); a "
-    "test (Wilcoxon's signed ranks) only from six pairs on. Here every seed has a partition of its own, so deviations "
-    "are larger than the paper's."
+    "test (Wilcoxon's signed ranks) only from six pairs on. In an average over settings the pairs of all settings that "
+    "were run are pooled as if they were independent. Here every seed has a partition of its own, so deviations are "
+    "larger than the paper's. Where one round follows a shared start, *best* is of that round alone."
 )
 
 
@@ -281,9 +296,16 @@ def latex(study: Study, results: Results) -> str:
 
 
 def _tex(word: str) -> str:
-    for sign, written in {"&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", "±": r"$\pm$"}.items():
-        word = word.replace(sign, written)
-    return re.sub(r"^([+-])(?=\d)", r"$\1$", word)
+    """Text as LaTeX, on one line; whatever means something there is taken for what it looks like."""
+    signs = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
+    signs |= {sign: f"\\{sign}" for sign in "&%_#{}$"}
+    written = "".join(signs.get(sign, sign) for sign in re.sub(r"\s+", " ", word))
+    return re.sub(r"^([+-])(?=\d)", r"$\1$", written)
+
+
+def _plain(words: str) -> str:
+    """Text from a file of results as Markdown, on one line and without markup."""
+    return re.sub(r"[<>|`*]", "", re.sub(r"\s+", " ", words))
 
 
 def filled(notes: str, studies: Mapping[str, Study], results: Results) -> str:
@@ -295,7 +317,7 @@ def filled(notes: str, studies: Mapping[str, Study], results: Results) -> str:
             raise RecordError(f"notes.md: {found[0]} is not of the form study | block | row | last (or best).")
         name, block, row, which = parts
         if name not in studies:
-            return NOT_RUN  # it is not among those that are shown
+            raise RecordError(f"notes.md: {found[0]}: there is no study {name}.")
         study = studies[name]
         cells = {cell.row: cell for cell in study.cells if cell.block == block}
         rows = [row] if row in cells else row.split(" - ")

@@ -21,7 +21,10 @@ def inherit(directory: RunDirectory, prepared: Prepared, start: RunDirectory) ->
     """
     experiment, begun, checkpoint = prepared.experiment, start.experiment(), start.load()
     if checkpoint is None or checkpoint.round != begun.rounds or begun.rounds > experiment.rounds:
-        raise RecordError(f"the run in {start.path} is no start for this one: it is not finished, or longer.")
+        raise RecordError(
+            f"the run in {start.path} is no start for this one: it is not finished, or longer. Delete it, and it "
+            "is run again."
+        )
     if differ := differing(experiment, begun):
         raise RecordError(f"the run in {start.path} is no start for this one: {', '.join(differ)} differ.")
     if any(checkpoint.about.get(key) != prepared.about[key] for key in ("data", "network")):

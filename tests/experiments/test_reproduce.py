@@ -4,9 +4,11 @@ import dataclasses
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +17,13 @@ from typing import Any
 import pytest
 
 from fedcog.algorithms import FedCOG
-from fedcog.experiments import paper, reproduce
+from fedcog.cli import main
+from fedcog.experiments import paper, reproduce, tables
 from fedcog.experiments.record import RecordError, RunDirectory
+from fedcog.experiments.report import reproduction
 from fedcog.experiments.reproduce import Deadline, Queue, jobs, share, stacks
 from fedcog.experiments.results import Job, Results
+from fedcog.federation.rounds import Diverged
 from fedcog.settings import ConfigError
 
 STUDIES = {name: paper.tiny(study) for name, study in paper.studies().items()}
@@ -81,7 +86,7 @@ def test_what_trains_as_one_comes_to_the_same(done: Results, tmp_path: Path, mon
 def test_stopped_after_every_round_it_gets_there_all_the_same(done: Results, tmp_path: Path) -> None:
     results, all_ = Results(tmp_path), stacks(jobs(FEW))
     stops = 0
-    while True:
+    while stops < 60:
         asked = iter([False, False, True])
         ended = Queue(results, stopping=lambda asked=asked: next(asked, True)).work(all_)  # type: ignore[misc]
         assert ended.failed == []
@@ -181,6 +186,91 @@ def test_a_run_that_diverges_is_a_result(tmp_path: Path) -> None:
     assert "diverged" in results.of(Job(wild))[0]
 
 
+def test_overlapping_stacks_of_two_queues_get_in_nobodys_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two queues whose stacks share jobs but are not the same: the one waits for the other, and nothing comes twice."""
+    monkeypatch.setattr(reproduce, "stacked", lambda experiment: True)
+    small = FEW._replace(cells=tuple(cell for cell in FEW.cells if cell.row == "FedAvg"))
+    one, other = stacks(jobs(small)), stacks(jobs(small._replace(seeds=(1, 2))))
+    results = Results(tmp_path)
+    ended: list[Any] = []
+    mate = threading.Thread(target=lambda: ended.append(Queue(Results(tmp_path)).work(other)))
+    started = threading.Event()
+
+    def watch(*_: object) -> None:
+        if not started.is_set():
+            started.set()
+            mate.start()
+            time.sleep(0.5)  # while the other comes and finds some of its jobs taken
+
+    assert Queue(results, watch=watch).work(one) == ([], 0)
+    mate.join(120)
+    assert ended == [([], 0)]
+    for file in tmp_path.glob("*/*.jsonl"):
+        assert sorted(json.loads(line)["seed"] for line in file.read_text().splitlines()[1:]) == [0, 1, 2]
+
+
+def test_a_start_that_diverges_costs_its_own_runs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = Results(tmp_path)
+    small = FEW._replace(cells=tuple(cell for cell in FEW.cells if cell.block == BLOCKS[0]))
+    begun = jobs(small)[0].start
+    assert begun is not None
+    plain = reproduce.carry_out
+
+    def failing(experiment: Any, *words: Any, **more: Any) -> Any:
+        running = plain(experiment, *words, **more)
+        if experiment == begun:
+            RunDirectory(words[0]).begin(experiment, {"command": "x"})
+            RunDirectory(words[0]).fail("training diverged in round 1")
+            running.close()
+            raised = iter(())
+
+            def diverge() -> Any:
+                yield from raised
+                raise Diverged([0], 0)
+
+            return diverge()
+        return running
+
+    monkeypatch.setattr(reproduce, "carry_out", failing)
+    assert Queue(results).work(stacks(jobs(small))) == ([], 0)
+    lost = [job for job in jobs(small) if "diverged" in results.of(job)[job.seed]]
+    assert [job.start for job in lost] == [begun, begun] and len(lost) < len(jobs(small))
+    grid = tables.grids(small, results)[0]
+    assert any("1 of 2 seeds diverged" in row[0] for row in grid.rows)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"accuracy":[', '"accuracy":["x",'),
+        ('"accuracy":[', '"accuracy":[NaN,'),
+        ('"accuracy":[', '"accuracy":[1e308,'),
+        ('"clients":[', '"clients":3,"x":['),
+        ('"provenance":{', '"provenance":"y","x":{'),
+        ('"seed":', '"seed":"0","x":'),
+        ('{"settings":{', '{"settings":[],"x":{'),
+        ('{"seed"', '["seed"'),
+    ],
+)
+def test_a_damaged_result_is_told_and_stops_nothing_else(old: str, new: str, done: Results, tmp_path: Path) -> None:
+    shutil.copytree(done.path, tmp_path, dirs_exist_ok=True)
+    first = jobs(FEW)[0]
+    file = tmp_path / f"{first.name}.jsonl"
+    head, rest = file.read_text().split("\n", 1)
+    text = (
+        f"{head}\n{rest}".replace(old, new, 1)
+        if old.startswith('{"settings')
+        else f"{head}\n{rest.replace(old, new, 1)}"
+    )
+    file.write_text(text)
+    results = Results(tmp_path)
+    with pytest.raises(RecordError, match="is damaged"):
+        results.of(first)
+    ended = Queue(results).work(stacks(jobs(FEW)))
+    assert len(ended.failed) == 2 and all("is damaged" in line for line in ended.failed)  # its two seeds
+    assert reproduce.rounds_left(stacks(jobs(FEW)), results) >= 0
+
+
 def test_a_result_is_known_by_what_is_unusual_about_it() -> None:
     one = jobs(FEW)[-1]
     assert isinstance(one.experiment.algorithm, FedCOG)
@@ -204,8 +294,56 @@ def test_results_made_under_other_defaults_are_not_taken_for_these(done: Results
         Results(tmp_path).has(one)
     file.write_text(text[: text.rfind('"provenance"')])  # a kill in the midst of the last line
     assert list(Results(tmp_path).of(one)) == [0]
-    Results(tmp_path).add(jobs(FEW, seeds=[1])[0], {"accuracy": [0.5]})
+    Results(tmp_path).add(jobs(FEW._replace(seeds=(1,)))[0], {"accuracy": [0.5], "clients": [], "provenance": {}})
     assert list(Results(tmp_path).of(one)) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nothing"], "unknown table or figure 'nothing'"),
+        (["main", "--shard", "2/2"], "shard needs i/n"),
+        (["main", "--shard", "9" * 5000 + "/2"], "shard needs i/n"),
+        (["main", "--time-budget", "5"], "time-budget needs more seconds than the 8"),
+        (["main", "--time-budget", "nan"], "time-budget needs more seconds"),
+        (["main", "--seeds", "-1"], "seeds needs whole numbers"),
+        (["--smoke"], "say what to run"),
+        (["main", "--smoke", "--datasets", "cifar10"], "leave --datasets out"),
+        (["main", "--smoke", "--results", "FILE"], "choose another --results"),
+        (["main", "--smoke", "--render", "--out", "FILE"], "choose another --out"),
+    ],
+)
+def test_faults_are_told_before_anything_runs(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "FILE").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert main(["reproduce", *words]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "results").exists()
+
+
+def test_other_seeds_are_in_the_tables_and_a_part_tells_of_the_whole(tmp_path: Path) -> None:
+    words = ["reproduce", "lambda-dis", "--smoke", "--results", str(tmp_path), "--seeds", "7", "--quiet"]
+    assert main(words) == 0
+    text = (tmp_path / "results.md").read_text(encoding="utf-8")
+    assert "Seed 7;" in text and "not run" not in text
+    (tmp_path / "notes.md").write_text("See {{main | CIFAR-10, NIID-1 | FedAvg | last}}.\n\n## lambda-dis\n\nWords.\n")
+    assert main([*words, "--render"]) == 0
+    assert "See not run." in (tmp_path / "results.md").read_text(encoding="utf-8")
+    for notes, said in (("## nobody\n", "there is no study nobody"), ("{{mian | a | b | last}}", "no study mian")):
+        (tmp_path / "notes.md").write_text(notes)
+        with pytest.raises(RecordError, match=said):
+            reproduction.parts([STUDIES["lambda-dis"]], Results(tmp_path)), reproduction.markdown([], Results(tmp_path))
+
+
+def test_a_signal_ends_it_with_the_usual_code(tmp_path: Path) -> None:
+    process = subprocess.Popen(command(tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: any(tmp_path.glob("runs/*/*/seed-*/rounds.jsonl")))
+    process.send_signal(signal.SIGTERM)
+    told = process.communicate(timeout=60)[1]
+    assert process.returncode == 130, told
+    assert "left; go on with: fedcog reproduce steps" in told
 
 
 def test_data_sets_that_are_not_here_are_told_before_anything_runs(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_the_average_takes_all_settings_and_pools_all_pairs(tmp_path: Path) -> N
     rows = {row[0]: row[1:] for row in tables.grids(main, results)[-1].rows}
     assert rows["FedCOG"][0] == "26.10 ± 0.10"  # the mean of 1, 11, ..., 51, and so much more for each seed
     assert rows["FedAvg"][0] == "not run"  # one setting is missing
-    assert rows["FedAvg"][4].startswith("+1.00 ± 0.00 (p = ") and rows["FedAvg"][4].endswith("n = 15)")
+    assert rows["FedAvg"][4].startswith("+1.00 ± 0.00 (p = ") and rows["FedAvg"][4].endswith("n = 15 in 5 settings)")
     assert rows["FedAvg"][2] == "53.68"
 
 
@@ -88,6 +88,7 @@ def test_what_diverged_is_told(results: Results) -> None:
     put(results, STUDY.cells[2], 0, [0.5, 0.1], diverged="training diverged in round 3")
     rows = [row[0] for row in tables.grids(STUDY, results)[0].rows]
     assert rows[2] == "FedProx (1 of 1 seeds diverged)"
+    assert tables.grids(STUDY, results)[0].rows[2][1:3] == ["not run", "50.00"]  # there is no last round
 
 
 def test_a_caption_says_what_when_on_what_and_how(results: Results) -> None:
@@ -113,6 +114,31 @@ def test_markdown_latex_and_notes(results: Results) -> None:
     with pytest.raises(RecordError, match="not of the form"):
         tables.filled("{{x | one}}", {"x": STUDY}, results)
     assert tables.filled(notes, {"x": STUDY}, results) == "At 40.00 ± 10.00, so +2.00 ± 2.48; not run."
+
+
+def test_words_from_a_file_cannot_be_taken_for_markup(tmp_path: Path) -> None:
+    results = Results(tmp_path)
+    bad = {
+        "command": "x\n\\input{/etc/passwd} <script>|`*",
+        "started": "2026",
+        "device": "a&b",
+        "torch": "$1",
+        "commit": "~^",
+    }
+    results.add(job(STUDY.cells[0], 0), {"accuracy": [0.5], "clients": [], "provenance": bad})
+    latex, words = tables.latex(STUDY, results), tables.caption(STUDY, results)
+    assert (
+        latex.splitlines()[0].startswith("% Some study")
+        and r"\textbackslash{}input\{/etc/passwd\}" in latex.splitlines()[0]
+    )
+    assert "\\input" not in latex and "<script>" not in words and "|" not in words
+    assert words.count("`") == 2 and "\n" not in words
+
+
+def test_where_one_round_follows_a_start_the_best_is_that_round(tmp_path: Path) -> None:
+    results, study = Results(tmp_path), paper.plug()
+    put(results, study.cells[0], 0, [0.9] * 50 + [0.4])
+    assert tables.grids(study, results)[0].rows[0][1:3] == ["40.00", "40.00"]
 
 
 def test_a_varied_setting_with_one_row_is_one_table(tmp_path: Path) -> None:

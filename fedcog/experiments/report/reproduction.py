@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fedcog.experiments import tables
-from fedcog.experiments.paper import Study
-from fedcog.experiments.record import write_file
+from fedcog.experiments.paper import Study, studies
+from fedcog.experiments.record import RecordError, write_file
 from fedcog.experiments.report.figures import Curve, Plot, curves_figure, look, partition_figure
 from fedcog.experiments.report.markup import numbered, text
 from fedcog.experiments.report.plots import Beside, beside_figure, clients_figure, lines_figure, pictures_figure
@@ -50,23 +50,25 @@ class Part(NamedTuple):
     notes: str
 
 
-def parts(studies: Sequence[Study], results: Results) -> list[Part]:
+def parts(shown: Sequence[Study], results: Results) -> list[Part]:
     """Studies with all that is shown of them."""
     return [
-        Part(study, _figures(study, results), tables.caption(study, results), _notes(study.name, studies, results))
-        for study in studies
+        Part(study, _figures(study, results), tables.caption(study, results), _notes(study.name, results))
+        for study in shown
     ]
 
 
-def _notes(name: str, studies: Sequence[Study], results: Results) -> str:
+def _notes(name: str, results: Results) -> str:
     """What the folder of results has to say about a study, numbers filled in; under no name: about all of them."""
-    known = {study.name: study for study in studies}
-    return tables.filled(results.notes().get(name, ""), known, results)
+    known, notes = studies(), results.notes()
+    if strange := [heading for heading in notes if heading not in ("", *known)]:
+        raise RecordError(f"notes.md: there is no study {', '.join(strange)}: its headings are names of studies.")
+    return tables.filled(notes.get(name, ""), known, results)
 
 
-def write(studies: Sequence[Study], results: Results, out: Path) -> list[Path]:
+def write(chosen: Sequence[Study], results: Results, out: Path) -> list[Path]:
     """All of it in the folder `out`: results.html, results.md, results.tex and figures/."""
-    shown = parts(studies, results)
+    shown = parts(chosen, results)
     files: dict[Path, bytes] = {
         out / "results.html": page(shown, results).encode(),
         out / "results.md": markdown(shown, results).encode(),
@@ -88,7 +90,7 @@ def latex(parts: Sequence[Part], results: Results) -> str:
 
 def markdown(parts: Sequence[Part], results: Results) -> str:
     """The page in Markdown."""
-    opening = _notes("", [part.study for part in parts], results)
+    opening = _notes("", results)
     found = ["# The paper, reproduced", opening, tables.EXPLAINED]
     for part in parts:
         found += [f"## {part.study.title}", part.notes]
@@ -99,7 +101,7 @@ def markdown(parts: Sequence[Part], results: Results) -> str:
 
 def page(parts: Sequence[Part], results: Results) -> str:
     """The page in HTML, whole in itself."""
-    body, number, opening = "", 0, _notes("", [part.study for part in parts], results)
+    body, number, opening = "", 0, _notes("", results)
     for part in parts:
         drawn = ""
         for plot in part.figures.values():
@@ -191,9 +193,10 @@ def _curves(study: Study, results: Results) -> dict[str, Plot]:
         for number, cell in enumerate(cell for cell in study.cells if cell.block == block):
             series = [line["accuracy"] for line in tables.lines_of(cell, results, study.seeds)]
             rounds = min((len(one) for one in series), default=0)
-            points = [(at + 1, spread([one[at] for one in series])) for at in range(rounds)]
-            if points:
-                lines.append(Curve(cell.row, points, look(number)))
+            points = [(at + 1, [one[at] for one in series if one[at] is not None]) for at in range(rounds)]
+            drawn = [(round, spread(values)) for round, values in points if values]
+            if drawn:
+                lines.append(Curve(cell.row, drawn, look(number)))
         if lines:
             name = f"{study.name}-{re.sub(r'[^a-z0-9]+', '-', block.lower())}"
             found[name] = curves_figure(lines, f"{block}: test accuracy (%)", size=(6.4, 3.6), percent=True, marks=[51])
@@ -243,5 +246,8 @@ def _partitions(study: Study, results: Results) -> dict[str, Plot]:
 def _pictures(study: Study, results: Results) -> dict[str, Plot]:
     for cell in study.cells:
         for line in tables.lines_of(cell, results, study.seeds):
-            return {study.name: pictures_figure(line["found"]["rows"], line["found"]["classes"])}
+            try:
+                return {study.name: pictures_figure(line["found"]["rows"], line["found"]["classes"])}
+            except (OSError, ValueError, KeyError, AttributeError) as error:
+                raise RecordError(f"the pictures in {results.path} are damaged ({error}): delete them.") from error
     return {}

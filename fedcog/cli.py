@@ -16,7 +16,7 @@ import fedcog
 from fedcog import console, flags, settings
 from fedcog.algorithms import ALGORITHMS, Algorithm
 from fedcog.data import SOURCES, DataError, PartitionError, sources
-from fedcog.experiments import deploy, paper, record, reproduce, summary
+from fedcog.experiments import deploy, paper, plan, record, reproduce, summary
 from fedcog.experiments.catalogue import catalogue, markdown
 from fedcog.experiments.compare import compare, places
 from fedcog.experiments.config import Experiment, name_of, read_experiment
@@ -194,7 +194,7 @@ def _reproduce(options: argparse.Namespace, rest: list[str]) -> int:
         raise ConfigError(faults)
     results = Results(options.results or ("results-smoke" if options.smoke else "results"))
     if options.status or not (options.names or options.render):
-        console.progress_of(chosen, reproduce.status(chosen, results, options.datasets or ()), results.path)
+        console.progress_of(chosen, plan.status(chosen, results, options.datasets or ()), results.path)
         return 0
     out, code = Path(options.out or results.path), 0
     record.check_writable(out, "--out" if options.out else "--results")
@@ -211,10 +211,10 @@ def _reproduce(options: argparse.Namespace, rest: list[str]) -> int:
 def _work(options: argparse.Namespace, chosen: list[paper.Study], results: Results, part: int, parts: int) -> int:
     """What is to be run of some studies, as far as time allows; the exit code."""
     limits = options.datasets or (), options.data_dir or ""
-    wanted = list(dict.fromkeys(job for study in chosen for job in reproduce.jobs(study, *limits)))
+    wanted = list(dict.fromkeys(job for study in chosen for job in plan.jobs(study, *limits)))
     _check_there({job.experiment.dataset for job in wanted}, options.data_dir)
-    stacks = reproduce.share(reproduce.stacks(wanted), part, parts)
-    with console.Progress(reproduce.rounds_left(stacks, results), 0, options.style) as progress:
+    stacks = plan.share(plan.stacks(wanted), part, parts)
+    with console.Progress(plan.rounds_left(stacks, results), 0, options.style) as progress:
         queue = reproduce.Queue(
             results,
             budget=options.time_budget,

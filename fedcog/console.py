@@ -24,7 +24,7 @@ from fedcog.experiments import summary
 from fedcog.experiments.catalogue import catalogue as measured
 from fedcog.experiments.config import Experiment, layers, name_of, own_settings
 from fedcog.experiments.paper import Study
-from fedcog.experiments.reproduce import Done
+from fedcog.experiments.plan import Done
 from fedcog.experiments.run import Run
 from fedcog.models import MODELS
 

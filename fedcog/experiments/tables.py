@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fedcog.experiments.paper import MAIN_AVERAGES, Cell, Study
+from fedcog.experiments.plan import job
 from fedcog.experiments.record import RecordError
-from fedcog.experiments.reproduce import job
 from fedcog.experiments.results import Results
 from fedcog.experiments.summary import Spread, spread
 

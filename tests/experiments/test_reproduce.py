@@ -18,10 +18,11 @@ import pytest
 
 from fedcog.algorithms import FedCOG
 from fedcog.cli import main
-from fedcog.experiments import paper, reproduce, tables
+from fedcog.experiments import paper, plan, reproduce, tables
+from fedcog.experiments.plan import jobs, share, stacks
 from fedcog.experiments.record import RecordError, RunDirectory
 from fedcog.experiments.report import reproduction
-from fedcog.experiments.reproduce import Deadline, Queue, jobs, share, stacks
+from fedcog.experiments.reproduce import Deadline, Queue
 from fedcog.experiments.results import Job, Results
 from fedcog.federation.rounds import Diverged
 from fedcog.settings import ConfigError
@@ -55,15 +56,15 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Results:
 def test_every_job_of_a_study_is_counted_once(done: Results) -> None:
     all_ = jobs(FEW)
     assert len(all_) == 3 * 2 * 2 == len({(job.name, job.seed) for job in all_})
-    assert reproduce.status([FEW], done) == [("main", 12, 12)]
-    assert reproduce.status([FEW], Results(done.path / "elsewhere")) == [("main", 0, 12)]
-    assert reproduce.rounds_left([all_], done) == 0
+    assert plan.status([FEW], done) == [("main", 12, 12)]
+    assert plan.status([FEW], Results(done.path / "elsewhere")) == [("main", 0, 12)]
+    assert plan.rounds_left([all_], done) == 0
     # from nothing: 12 runs of two rounds after a start of one, and eight starts: FedAvg's is FedCOG's, too
-    assert reproduce.rounds_left([all_], Results(done.path / "elsewhere")) == 12 * 2 + 8
+    assert plan.rounds_left([all_], Results(done.path / "elsewhere")) == 12 * 2 + 8
 
 
 def test_runs_share_their_start_in_fact(done: Results) -> None:
-    by_row = {cell.row: reproduce.job(cell, 0) for cell in FEW.cells if cell.block == BLOCKS[0]}
+    by_row = {cell.row: plan.job(cell, 0) for cell in FEW.cells if cell.block == BLOCKS[0]}
     assert by_row["FedAvg"].start == by_row["FedCOG"].start != by_row["SCAFFOLD"].start
     first = [RunDirectory(done.run_directory(job)).lines()[0] for job in (by_row["FedAvg"], by_row["FedCOG"])]
     begun = by_row["FedAvg"].start
@@ -72,7 +73,7 @@ def test_runs_share_their_start_in_fact(done: Results) -> None:
 
 
 def test_what_trains_as_one_comes_to_the_same(done: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reproduce, "stacked", lambda experiment: True)
+    monkeypatch.setattr(plan, "stacked", lambda experiment: True)
     grouped = stacks(jobs(FEW))
     assert [len(stack) for stack in grouped] == [4, 4, 4]  # two seeds of two partitions
     results = Results(tmp_path)
@@ -188,7 +189,7 @@ def test_a_run_that_diverges_is_a_result(tmp_path: Path) -> None:
 
 def test_overlapping_stacks_of_two_queues_get_in_nobodys_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two queues whose stacks share jobs but are not the same: the one waits for the other, and nothing comes twice."""
-    monkeypatch.setattr(reproduce, "stacked", lambda experiment: True)
+    monkeypatch.setattr(plan, "stacked", lambda experiment: True)
     small = FEW._replace(cells=tuple(cell for cell in FEW.cells if cell.row == "FedAvg"))
     one, other = stacks(jobs(small)), stacks(jobs(small._replace(seeds=(1, 2))))
     results = Results(tmp_path)
@@ -268,7 +269,7 @@ def test_a_damaged_result_is_told_and_stops_nothing_else(old: str, new: str, don
         results.of(first)
     ended = Queue(results).work(stacks(jobs(FEW)))
     assert len(ended.failed) == 2 and all("is damaged" in line for line in ended.failed)  # its two seeds
-    assert reproduce.rounds_left(stacks(jobs(FEW)), results) >= 0
+    assert plan.rounds_left(stacks(jobs(FEW)), results) >= 0
 
 
 def test_a_result_is_known_by_what_is_unusual_about_it() -> None:

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 from PIL import Image
 
-from fedcog.experiments import paper, reproduce
+from fedcog.experiments import paper, plan
 from fedcog.experiments.results import Results
 
 
@@ -18,7 +18,7 @@ def test_everything_runs_and_fills_its_tables(tmp_path: Path) -> None:
     done = subprocess.run(words, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     studies = [paper.tiny(study)._replace(seeds=(0,)) for study in paper.studies().values()]
-    for study, told in zip(studies, reproduce.status(studies, Results(tmp_path)), strict=True):
+    for study, told in zip(studies, plan.status(studies, Results(tmp_path)), strict=True):
         assert told.done == told.total and (told.total or study.name == "flair")
     text = (tmp_path / "results.md").read_text(encoding="utf-8")
     sections = dict(zip(*[iter(re.split(r"^## (.*)$", text, flags=re.MULTILINE)[1:])] * 2, strict=True))

@@ -11,9 +11,9 @@ from fedcog.algorithms import Algorithm, FedCOG, FedProx
 from fedcog.experiments import paper, tables
 from fedcog.experiments.config import Experiment
 from fedcog.experiments.paper import Cell, Study
+from fedcog.experiments.plan import job
 from fedcog.experiments.record import RecordError
 from fedcog.experiments.report import reproduction
-from fedcog.experiments.reproduce import job
 from fedcog.experiments.results import Results
 
 ROOT = Path(__file__).parents[2]

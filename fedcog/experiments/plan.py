@@ -1,0 +1,114 @@
+"""What is to be done for some studies: jobs, those that are done in one go, a machine's share, and how much is left."""
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fedcog.experiments.config import Experiment
+from fedcog.experiments.paper import Cell, Study
+from fedcog.experiments.prepare import stacked
+from fedcog.experiments.record import RecordError, RunDirectory
+from fedcog.experiments.results import Job, Results
+
+
+class Done(NamedTuple):
+    """How much of a study is done."""
+
+    name: str
+    done: int
+    total: int
+
+
+def job(cell: Cell, seed: int, data_dir: str = "") -> Job:
+    """A cell's work for one seed; only for cells that can be run."""
+    assert cell.experiment is not None
+    one = dataclasses.replace(cell.experiment, seed=seed, data_dir=data_dir)
+    return Job(one, cell.start.of(one) if cell.start else None, cell.probe)
+
+
+def jobs(study: Study, datasets: Sequence[str] = (), data_dir: str = "") -> list[Job]:
+    """All work of a study, each thing once; on some data sets only, if asked."""
+    wanted = [cell for cell in study.cells if cell.experiment is not None]
+    wanted = [cell for cell in wanted if not datasets or (cell.experiment and cell.experiment.dataset in datasets)]
+    first = study.seeds[0]  # what is measured beside training is measured once
+    found = [job(cell, seed, data_dir) for seed in study.seeds for cell in wanted if not cell.probe or seed == first]
+    return list(dict.fromkeys(found))
+
+
+def status(studies: Sequence[Study], results: Results, datasets: Sequence[str] = ()) -> list[Done]:
+    """How much of each study is done, or of that part of it which runs on some data sets."""
+    found = []
+    for study in studies:
+        all_ = jobs(study, datasets=datasets)
+        found.append(Done(study.name, sum(results.has(one) for one in all_), len(all_)))
+    return found
+
+
+def stacks(all_: Sequence[Job]) -> list[list[Job]]:
+    """Work that is done in one go: runs that differ in seed and partition alone, where that is faster; else each."""
+    found: dict[object, list[Job]] = {}
+    for one in all_:
+        mates = _mates(one) if stacked(one.experiment) and not one.probe else one
+        found.setdefault(mates, []).append(one)
+    return list(found.values())
+
+
+def _mates(one: Job) -> object:
+    """What runs that train as one have in common: all but their seed, and who holds what."""
+
+    def common(experiment: Experiment) -> Experiment:
+        usual = Experiment(dataset=experiment.dataset)
+        names = ("seed", "partition", "beta", "classes_per_client", "partition_seed", "clients", "participation")
+        return dataclasses.replace(experiment, **{name: getattr(usual, name) for name in names})
+
+    return common(one.experiment), one.start and common(one.start)
+
+
+def rounds_left(all_: Sequence[list[Job]], results: Results) -> int:
+    """How many rounds there are still to run, those of starts counted once."""
+    left = [one for stack in all_ for one in stack if not known(one, results)]
+    starts = {Job(one.start) for one in left if one.start is not None}
+    return sum(_ahead(one, results) for one in (*left, *starts))
+
+
+def _ahead(one: Job, results: Results) -> int:
+    """The rounds that a job has before it."""
+    if one.probe:
+        return 0
+    before = one.start.rounds if one.start is not None else 0
+    with contextlib.suppress(RecordError):  # what is damaged is told when its turn comes
+        before = max(before, len(RunDirectory(results.run_directory(one)).lines()))
+    return max(0, one.experiment.rounds - before)
+
+
+def known(one: Job, results: Results) -> bool:
+    """Is it done, as far as can be told?"""
+    try:
+        return results.has(one)
+    except RecordError:
+        return False
+
+
+def share(all_: Sequence[list[Job]], part: int, parts: int) -> list[list[Job]]:
+    """This machine's part of the work, which keeps together what shares a start; parts are about as long."""
+    families: dict[str, list[list[Job]]] = {}
+    for stack in all_:
+        families.setdefault(_family(stack), []).append(stack)
+    loads, mine = [0] * parts, set[str]()
+    for name, stacks_ in sorted(families.items(), key=lambda pair: (-_rounds(pair[1]), pair[0])):
+        place = loads.index(min(loads))
+        loads[place] += _rounds(stacks_)
+        mine |= {name} if place == part else set()
+    return [stack for stack in all_ if _family(stack) in mine]
+
+
+def _rounds(all_: Sequence[list[Job]]) -> int:
+    """The rounds of some work, none of which is done."""
+    return sum(one.experiment.rounds for stack in all_ for one in stack)
+
+
+def _family(stack: list[Job]) -> str:
+    first = stack[0]
+    begun = Job(first.start) if first.start is not None else first
+    return str(_mates(begun._replace(probe=None)))

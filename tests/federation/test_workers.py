@@ -203,8 +203,7 @@ def test_an_interrupt_reaches_the_parent_alone() -> None:
     signal.setitimer(signal.ITIMER_REAL, 0.1, 5)  # again, should one come where nobody can raise; not while it ends
     try:
         with pytest.raises(KeyboardInterrupt):
-            for _ in range(20):
-                small.run()
+            [small.run() for _ in range(20)]
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, alarm)

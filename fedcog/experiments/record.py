@@ -145,23 +145,21 @@ class RunDirectory:
 
     def rewind(self, rounds: int) -> None:
         """Forget the rounds after the first `rounds`: they were not checkpointed and will happen again."""
+        self._write("rounds.jsonl", self._first(rounds))
+
+    def adopt(self, other: "RunDirectory", rounds: int) -> None:
+        """Take over the first rounds of another run."""
+        self._write("rounds.jsonl", other._first(rounds))
+
+    def _first(self, rounds: int) -> bytes:
+        """The lines of the first rounds, which a checkpoint says are there."""
         lines = self._whole_lines()
         if len(lines) < rounds:
             raise RecordError(
                 f"{self.path / 'rounds.jsonl'} has {len(lines)} whole lines, but the checkpoint is of round {rounds}: "
-                "the record is damaged. Start again with another --out."
+                f"the record is damaged. Delete {self.path} to start this run anew, or choose another --out."
             )
-        self._write("rounds.jsonl", b"".join(lines[:rounds]))
-
-    def adopt(self, other: "RunDirectory", rounds: int) -> None:
-        """Take over the first rounds of another run."""
-        lines = other._whole_lines()
-        if len(lines) < rounds:
-            raise RecordError(
-                f"{other.path / 'rounds.jsonl'} has fewer lines than its checkpoint has rounds: delete {other.path} to "
-                "have it run again."
-            )
-        self._write("rounds.jsonl", b"".join(lines[:rounds]))
+        return b"".join(lines[:rounds])
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Replace the checkpoint, or leave the old one as it was."""

@@ -1,7 +1,6 @@
 """A run that goes on from where another ended: several methods compared from one and the same start."""
 
 import torch
-from torch import Tensor
 
 from fedcog import tree
 from fedcog.experiments.config import Experiment
@@ -30,38 +29,31 @@ def inherit(directory: RunDirectory, prepared: Prepared, start: RunDirectory) ->
     if any(checkpoint.about.get(key) != prepared.about[key] for key in ("data", "network")):
         raise RecordError(f"the run in {start.path} is no start for this one: its data or network were others.")
     algorithm, device = experiment.algorithm, prepared.device
-    server = _overlaid(_fresh(prepared, checkpoint), tree.to(checkpoint.server, device))
-    newcomer = algorithm.client_init(algorithm.broadcast(server))
-    kept = tree.unflatten(tree.to(checkpoint.clients, device))
-    own_states = {client: _overlaid(newcomer, kept[str(client)]) for client in sorted(checkpoint.known)}
-    clients = tree.flatten({str(client): state for client, state in own_states.items()})
-    server, clients = (tree.apply(torch.clone, state) for state in (server, clients))  # newcomers are all one tensor
-    own = Checkpoint(checkpoint.round, server, clients, prepared.about)
+    begun_server, kept = (tree.to(state, device) for state in (checkpoint.server, tree.unflatten(checkpoint.clients)))
+    origin = prepared.backend.origin(algorithm)._replace(params=begun_server["params"])
+    try:
+        server = _overlaid(algorithm.server_init(origin), begun_server)
+        newcomer = algorithm.client_init(algorithm.broadcast(server))
+        clients = {str(client): _overlaid(newcomer, kept[str(client)]) for client in sorted(checkpoint.known)}
+    except ValueError as error:
+        raise RecordError(f"the run in {start.path} is no start for this one: {error}.") from error
+    own = Checkpoint(checkpoint.round, _apart(server), _apart(tree.flatten(clients)), prepared.about)
     directory.adopt(start, checkpoint.round)
     directory.save(own)
     return own
 
 
-def _fresh(prepared: Prepared, checkpoint: Checkpoint) -> State:
-    """The server that would begin with a checkpoint's model."""
-    begun = {name: tree.to(checkpoint.server[name], prepared.device) for name in ("params", "buffers")}
-    fits = all(tree.forms(begun[name]) == tree.forms(prepared.server[name]) for name in begun)
-    if not fits:
-        raise RecordError("the start is of another network, or an algorithm with parameters of its own.")
-    origin = prepared.backend.origin(prepared.experiment.algorithm)
-    return prepared.experiment.algorithm.server_init(origin._replace(params=begun["params"])) | begun
-
-
 def _overlaid(fresh: State, known: State) -> State:
-    """A fresh state with what is known under the same name and form in its place."""
-    return {
-        name: known[name] if name in known and _form(known[name]) == _form(value) else value
-        for name, value in fresh.items()
-    }
+    """A fresh state with what is known under the same name in its place; both must be of the same form."""
+    for name in fresh.keys() & known.keys():
+        if tree.forms({name: fresh[name]}) != tree.forms({name: known[name]}):
+            raise ValueError(f"its {name} are of another network, or of an algorithm with some of its own")
+    return {name: known.get(name, value) for name, value in fresh.items()}
 
 
-def _form(value: Tensor | State) -> object:
-    return tree.forms(value if isinstance(value, dict) else {"": value})
+def _apart(state: State) -> State:
+    """The same, every tensor in memory of its own: newcomers all have the same one."""
+    return tree.apply(torch.clone, state)
 
 
 def differing(experiment: Experiment, begun: Experiment) -> list[str]:

@@ -98,9 +98,8 @@ def test_stopped_after_every_round_it_gets_there_all_the_same(done: Results, tmp
     assert found(results, jobs(FEW)) == found(done, jobs(FEW))
 
 
-def command(out: Path, *words: str) -> list[str]:
-    named = [sys.executable, "-m", "fedcog", "reproduce", "steps", "--smoke", "--plain", "--results", str(out)]
-    return [*named, *words]
+def command(out: Path) -> list[str]:
+    return [sys.executable, "-m", "fedcog", "reproduce", "steps", "--smoke", "--plain", "--results", str(out)]
 
 
 def wait_for(what: Callable[[], bool], seconds: float = 60) -> None:
@@ -127,10 +126,11 @@ def test_killed_with_no_chance_to_say_anything_it_goes_on(tmp_path: Path) -> Non
     assert (whole.path / "results.html").exists()
 
 
-def test_two_at_once_share_the_work_and_do_nothing_twice(done: Results, tmp_path: Path) -> None:
+def test_two_at_once_share_the_work_and_do_nothing_twice(tmp_path: Path) -> None:
     out = tmp_path / "both"
-    words = [sys.executable, "-m", "fedcog", "reproduce", "steps", "--smoke", "--plain", "--results", str(out)]
-    both = [subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    both = [
+        subprocess.Popen(command(out), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for _ in range(2)
+    ]
     told = [process.communicate(timeout=120)[1] for process in both]
     assert [process.returncode for process in both] == [0, 0], told
     files = [file for file in out.rglob("*.jsonl") if "runs" not in file.parts]

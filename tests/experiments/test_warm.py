@@ -67,7 +67,7 @@ def test_another_method_may_go_on(algorithm: Algorithm, start: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"algorithm": VHL(virtual=10)}, "parameters of its own"),
+        ({"algorithm": VHL(virtual=10)}, "params are of another network, or of an algorithm with some of its own"),
         ({"seed": 1}, "seed differ"),
         ({"lr": 0.1}, "lr differ"),
         ({"rounds": 1}, "not finished, or longer"),

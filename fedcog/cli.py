@@ -16,7 +16,7 @@ import fedcog
 from fedcog import console, flags, settings
 from fedcog.algorithms import ALGORITHMS, Algorithm
 from fedcog.data import SOURCES, DataError, PartitionError, sources
-from fedcog.experiments import deploy, paper, plan, record, reproduce, summary
+from fedcog.experiments import deploy, paper, plan, record, reproduce, smoke, summary
 from fedcog.experiments.catalogue import catalogue, markdown
 from fedcog.experiments.compare import compare, places
 from fedcog.experiments.config import Experiment, name_of, read_experiment
@@ -24,6 +24,7 @@ from fedcog.experiments.prepare import check_ready, check_runnable, share_out
 from fedcog.experiments.record import RecordError, RunDirectory
 from fedcog.experiments.results import Results
 from fedcog.experiments.run import default_out, read, run
+from fedcog.experiments.study import Study
 from fedcog.experiments.turns import Interrupted
 from fedcog.federation import ranks
 from fedcog.federation.ranks import RankDied
@@ -181,7 +182,7 @@ def _reproduce(options: argparse.Namespace, rest: list[str]) -> int:
     seeds = _seeds(options.seeds or [], faults)
     part, parts = _shard(options.shard, faults)
     if options.smoke:
-        chosen = [paper.tiny(study) for study in chosen]
+        chosen = [smoke.tiny(study) for study in chosen]
         faults += ["--smoke is on digits alone: leave --datasets out."] if options.datasets else []
     if seeds:
         chosen = [study._replace(seeds=tuple(seeds)) for study in chosen]
@@ -208,7 +209,7 @@ def _reproduce(options: argparse.Namespace, rest: list[str]) -> int:
     return code
 
 
-def _work(options: argparse.Namespace, chosen: list[paper.Study], results: Results, part: int, parts: int) -> int:
+def _work(options: argparse.Namespace, chosen: list[Study], results: Results, part: int, parts: int) -> int:
     """What is to be run of some studies, as far as time allows; the exit code."""
     limits = options.datasets or (), options.data_dir or ""
     wanted = list(dict.fromkeys(job for study in chosen for job in plan.jobs(study, *limits)))

@@ -23,9 +23,9 @@ from fedcog.data.partition import KINDS, PARTITIONS, natural
 from fedcog.experiments import summary
 from fedcog.experiments.catalogue import catalogue as measured
 from fedcog.experiments.config import Experiment, layers, name_of, own_settings
-from fedcog.experiments.paper import Study
 from fedcog.experiments.plan import Done
 from fedcog.experiments.run import Run
+from fedcog.experiments.study import Study
 from fedcog.models import MODELS
 
 Style = Literal["auto", "plain", "quiet"]

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fedcog.experiments.config import Experiment
-from fedcog.experiments.paper import Cell, Study
 from fedcog.experiments.prepare import stacked
 from fedcog.experiments.record import RecordError, RunDirectory
 from fedcog.experiments.results import Job, Results
+from fedcog.experiments.study import Cell, Study
 
 
 class Done(NamedTuple):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedcog import settings, tree
+from fedcog.experiments import trust
 from fedcog.experiments.config import Experiment, layers, name_of
 from fedcog.experiments.probes import Kind
 from fedcog.experiments.record import Checkpoint, RecordError, RunDirectory
@@ -96,7 +97,7 @@ class Results:
                 return {}
             settings_, told = job.about()["settings"], lines[0]["settings"]
             for line in lines[1:]:
-                _check(line)
+                trust.check(line, job.probe)
             if other := [name for name in settings_.keys() & told.keys() if _unlike(settings_[name], told[name])]:
                 raise RecordError(f"{file} was made when {', '.join(sorted(other))} had other defaults: move it away.")
             return {line["seed"]: line for line in lines[1:]}
@@ -149,28 +150,6 @@ class Results:
 
     def _file(self, job: Job) -> Path:
         return self.path / f"{job.name}.jsonl"
-
-
-def _check(line: dict[str, Any]) -> None:
-    """A ValueError says what is wrong with a line, which may have come from anywhere."""
-    if not (isinstance(line, dict) and type(line["seed"]) is int and isinstance(line["provenance"], dict)):
-        raise ValueError("a line is no result")
-    if "found" in line:
-        if not isinstance(line["found"], dict):
-            raise ValueError("what was found is no table")
-        return
-    if not isinstance(line["clients"], list):
-        raise ValueError("its clients are no list")
-    for name in ("accuracy", "loss", "personal_accuracy", "validation_accuracy"):
-        values = line.get(name, [])
-        if not (isinstance(values, list) and all(value is None or _is_number(value) for value in values)):
-            raise ValueError(f"{name} is no list of numbers")
-        if name != "loss" and any(value is not None and not 0 <= value <= 1 for value in values):
-            raise ValueError(f"{name} is no list of shares")
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e300
 
 
 def _unlike(one: Any, other: Any) -> bool:

@@ -18,7 +18,7 @@ import pytest
 
 from fedcog.algorithms import FedCOG
 from fedcog.cli import main
-from fedcog.experiments import paper, plan, reproduce, tables
+from fedcog.experiments import paper, plan, reproduce, smoke, tables
 from fedcog.experiments.plan import jobs, share, stacks
 from fedcog.experiments.record import RecordError, RunDirectory
 from fedcog.experiments.report import reproduction
@@ -27,7 +27,7 @@ from fedcog.experiments.results import Job, Results
 from fedcog.federation.rounds import Diverged
 from fedcog.settings import ConfigError
 
-STUDIES = {name: paper.tiny(study) for name, study in paper.studies().items()}
+STUDIES = {name: smoke.tiny(study) for name, study in paper.studies().items()}
 BLOCKS = ("CIFAR-10, NIID-1", "CIFAR-10, NIID-2")
 FEW = STUDIES["main"]._replace(
     cells=tuple(
@@ -247,6 +247,7 @@ def test_a_start_that_diverges_costs_its_own_runs_alone(tmp_path: Path, monkeypa
         ('"accuracy":[', '"accuracy":[NaN,'),
         ('"accuracy":[', '"accuracy":[1e308,'),
         ('"clients":[', '"clients":3,"x":['),
+        ('"clients":[', '"clients":["y",'),
         ('"provenance":{', '"provenance":"y","x":{'),
         ('"seed":', '"seed":"0","x":'),
         ('{"settings":{', '{"settings":[],"x":{'),

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 from PIL import Image
 
-from fedcog.experiments import paper, plan
+from fedcog.experiments import paper, plan, smoke
 from fedcog.experiments.results import Results
 
 
@@ -17,7 +17,7 @@ def test_everything_runs_and_fills_its_tables(tmp_path: Path) -> None:
     words += ["--seeds", "0"]  # of the two that it takes by itself
     done = subprocess.run(words, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
-    studies = [paper.tiny(study)._replace(seeds=(0,)) for study in paper.studies().values()]
+    studies = [smoke.tiny(study)._replace(seeds=(0,)) for study in paper.studies().values()]
     for study, told in zip(studies, plan.status(studies, Results(tmp_path)), strict=True):
         assert told.done == told.total and (told.total or study.name == "flair")
     text = (tmp_path / "results.md").read_text(encoding="utf-8")

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from fedcog.algorithms import Algorithm, FedCOG, FedProx
-from fedcog.experiments import paper, tables
+from fedcog.experiments import findings, paper, tables
 from fedcog.experiments.config import Experiment
-from fedcog.experiments.paper import Cell, Study
 from fedcog.experiments.plan import job
 from fedcog.experiments.record import RecordError
 from fedcog.experiments.report import reproduction
 from fedcog.experiments.results import Results
+from fedcog.experiments.study import Cell, Study
 
 ROOT = Path(__file__).parents[2]
 MADE = {"command": "fedcog reproduce x", "started": "2026-02-03T04:05:06+00:00", "device": "a GPU", "torch": "2.0"}
@@ -58,14 +58,14 @@ def test_means_deviations_and_differences(results: Results) -> None:
 
 
 def test_a_test_only_from_six_pairs_on() -> None:
-    five = tables.paired(dict(enumerate([1.0] * 5)), dict(enumerate([0.5, 0.4, 0.3, 0.2, 0.1])))
-    six = tables.paired(dict(enumerate([1.0] * 6)), dict(enumerate([0.5, 0.4, 0.3, 0.2, 0.1, 0.0])))
+    five = findings.paired(dict(enumerate([1.0] * 5)), dict(enumerate([0.5, 0.4, 0.3, 0.2, 0.1])))
+    six = findings.paired(dict(enumerate([1.0] * 6)), dict(enumerate([0.5, 0.4, 0.3, 0.2, 0.1, 0.0])))
     assert five is not None and five.p is None and "p =" not in five.words()
     assert six is not None and six.p == pytest.approx(2 / 2**6)  # all six on one side, of 2^6 ways, and the mirror's
     assert "(p = 0.031, n = 6)" in six.words()
-    one = tables.paired({0: 3.0}, {0: 1.0, 1: 7.0})
+    one = findings.paired({0: 3.0}, {0: 1.0, 1: 7.0})
     assert one is not None and one.words() == "+2.00" and one.half is None
-    assert tables.paired({0: 1.0}, {1: 1.0}) is None
+    assert findings.paired({0: 1.0}, {1: 1.0}) is None
 
 
 def test_the_average_takes_all_settings_and_pools_all_pairs(tmp_path: Path) -> None:
@@ -155,6 +155,16 @@ def test_seconds_are_means_over_clients(tmp_path: Path) -> None:
     results.add(job(study.cells[0], 0), {"found": {"seconds": [0.5, 1.5]}, "provenance": MADE})
     (grid,) = tables.grids(study, results)
     assert grid.heads == ["inputs", "ours (s)", "paper (s)"] and grid.rows[0] == ["16", "1.00 ± 0.71", "0.72"]
+
+
+def test_a_methods_time_is_of_all_rounds_and_fedcogs_of_the_last(tmp_path: Path) -> None:
+    study, results = paper.time(), Results(tmp_path)
+    for cell in study.cells[:4]:
+        found = {"seconds": [1.0, 3.0], "round": [0.1, 0.1]}
+        results.add(job(cell, 0), {"found": found, "provenance": MADE})
+    rows = {row[0]: row[1] for row in tables.grids(study, results)[0].rows}
+    assert rows["FedAvg"] == rows["FedCOG"] == "2.00 ± 1.41"
+    assert rows["FedProx"] == rows["MOON"] == rows["FedCOG in every round"] == "5.10 ± 0.00"
 
 
 def test_the_papers_numbers_are_its_own() -> None:

@@ -29,10 +29,10 @@ def experiments() -> list[Experiment]:
     return [Experiment(algorithm=one, **SMALL) for one in METHODS]  # type: ignore[arg-type]
 
 
-def same(one: Run, other: Run) -> None:
+def same(one: Run, other: Run, rel: float = 1e-4) -> None:
     assert one.experiment == other.experiment and len(one.lines) == len(other.lines)
     for mine, theirs in zip(one.lines, other.lines, strict=True):
-        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=rel)
         assert mine["accuracy"] == pytest.approx(theirs["accuracy"], abs=0.02)
         assert mine["clients"] == theirs["clients"]
 
@@ -94,4 +94,5 @@ def test_on_a_gpu_seeds_in_step_are_the_runs_they_would_be_alone(
     algorithm = make_algorithm(name, {"fedcog": {"count": 8, "steps": 3, "start_round": 1}})
     chosen = SMALL | {"mapping": "auto", "device": "cuda", "local_steps": 40}
     for number, one in enumerate(compare([Experiment(algorithm=algorithm, **chosen)], [0, 1], tmp_path / "all")):  # type: ignore[arg-type]
-        same(one, run(one.experiment, tmp_path / f"alone-{number}"))
+        alone = run(one.experiment, tmp_path / f"alone-{number}")
+        same(one, alone, rel=1e-3)  # in 120 steps rounding grows, and a cohort of another size may take another kernel

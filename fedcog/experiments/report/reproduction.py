@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fedcog.experiments import tables
-from fedcog.experiments.paper import Study, studies
+from fedcog.experiments import findings, tables
+from fedcog.experiments.paper import studies
 from fedcog.experiments.record import RecordError, write_file
 from fedcog.experiments.report.figures import Curve, Plot, curves_figure, look, partition_figure
 from fedcog.experiments.report.markup import numbered, text
 from fedcog.experiments.report.plots import Beside, beside_figure, clients_figure, lines_figure, pictures_figure
 from fedcog.experiments.results import Results
+from fedcog.experiments.study import Study
 from fedcog.experiments.summary import spread
 
 SORTING = """
@@ -179,7 +180,7 @@ def _figures(study: Study, results: Results) -> dict[str, Plot]:
 
 def _beside(study: Study, results: Results) -> dict[str, Plot]:
     found = {}
-    for block in tables.blocks(study, results):
+    for block in findings.blocks(study, results):
         rows = [Beside(row.name, row.best, row.paper) for row in block.rows]
         if any(row.ours is not None for row in rows):
             found[block.title] = rows
@@ -191,7 +192,7 @@ def _curves(study: Study, results: Results) -> dict[str, Plot]:
     for block in dict.fromkeys(cell.block for cell in study.cells):
         lines = []
         for number, cell in enumerate(cell for cell in study.cells if cell.block == block):
-            series = [line["accuracy"] for line in tables.lines_of(cell, results, study.seeds)]
+            series = [line["accuracy"] for line in findings.lines_of(cell, results, study.seeds)]
             rounds = min((len(one) for one in series), default=0)
             points = [(at + 1, [one[at] for one in series if one[at] is not None]) for at in range(rounds)]
             drawn = [(round, spread(values)) for round, values in points if values]
@@ -207,7 +208,7 @@ def _lines(study: Study, results: Results) -> dict[str, Plot]:
     rows: dict[str, list[tuple[float, Any]]] = {}
     paper: dict[str, list[tuple[float, float]]] = {}
     for cell in study.cells:
-        known = tables.values(cell, results, study.seeds)
+        known = findings.values(cell, results, study.seeds)
         row, x = rows.setdefault(cell.row, []), float(cell.block)
         row += [(x, spread(list(known.best.values())))] if known.best else []
         paper.setdefault(cell.row, []).extend([(x, cell.paper)] if cell.paper is not None else [])
@@ -225,7 +226,7 @@ def _clients(study: Study, results: Results) -> dict[str, Plot]:
     }
     panels: dict[str, dict[str, list[float]]] = {title: {} for title, _ in titles.values()}
     for cell in study.cells:
-        runs = tables.lines_of(cell, results, study.seeds)
+        runs = findings.lines_of(cell, results, study.seeds)
         if not runs:
             continue
         first = sorted(runs[0]["clients"], key=lambda one: one["client"])
@@ -237,7 +238,7 @@ def _clients(study: Study, results: Results) -> dict[str, Plot]:
 def _partitions(study: Study, results: Results) -> dict[str, Plot]:
     found = {}
     for cell in study.cells:
-        for line in tables.lines_of(cell, results, study.seeds):
+        for line in findings.lines_of(cell, results, study.seeds):
             name = f"{study.name}-{re.sub(r'[^a-z0-9]+', '-', cell.block.lower())}"
             found[name] = partition_figure(torch.tensor(line["found"]["counts"]), line["found"]["classes"])
     return found
@@ -245,7 +246,7 @@ def _partitions(study: Study, results: Results) -> dict[str, Plot]:
 
 def _pictures(study: Study, results: Results) -> dict[str, Plot]:
     for cell in study.cells:
-        for line in tables.lines_of(cell, results, study.seeds):
+        for line in findings.lines_of(cell, results, study.seeds):
             try:
                 return {study.name: pictures_figure(line["found"]["rows"], line["found"]["classes"])}
             except (OSError, ValueError, KeyError, AttributeError) as error:

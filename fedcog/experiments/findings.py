@@ -1,0 +1,187 @@
+"""What came of a study: means and deviations over seeds, and differences between rows with their intervals."""
+
+import functools
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from fedcog.experiments.plan import job
+from fedcog.experiments.results import Results
+from fedcog.experiments.study import Cell, Measure, Study
+from fedcog.experiments.summary import Spread, spread
+
+ENOUGH = 6  # pairs from which on a test is worth its name
+
+
+class Paired(NamedTuple):
+    """How much better one row is than another, seed by seed: mean, half a 95 % interval, and a test where it may be."""
+
+    mean: float
+    half: float | None
+    pairs: int
+    p: float | None  # Wilcoxon's signed-rank test, two-sided
+    pooled: int = 1  # settings that the pairs are of
+
+    def words(self) -> str:
+        """As printed."""
+        half = "" if self.half is None else f" ± {self.half:.2f}"
+        where = f" in {self.pooled} settings" if self.pooled > 1 else ""
+        p = "" if self.p is None else f" (p = {self.p:.2g}, n = {self.pairs}{where})"
+        return f"{self.mean:+.2f}{half}{p}"
+
+
+class Row(NamedTuple):
+    """A row of a block: what was measured last and at best, and the paper's number; None: not run."""
+
+    name: str
+    last: Spread | None
+    best: Spread | None
+    paper: float | None
+    paper_deviation: float | None
+    lead: Paired | None  # of the study's own row over this one
+    note: str = ""
+
+    @property
+    def difference(self) -> float | None:
+        """The best beside the paper's, which is the best over rounds as well."""
+        return None if self.best is None or self.paper is None else self.best.mean - self.paper
+
+
+UNITS: dict[Measure, str] = {"seconds": "s", "every": "s", "gap": ""}
+"""What is not in per cent."""
+
+
+class Block(NamedTuple):
+    """A part of a table: one setting, or one value of what is varied."""
+
+    title: str
+    unit: str
+    rows: list[Row]
+
+
+OF_CLIENTS: dict[Measure, tuple[str, float]] = {
+    "gap": ("gap", 1),
+    "general": ("accuracy", 100),
+    "own": ("own_accuracy", 100),
+}
+"""What is a mean over clients: its name in their records, and what it is multiplied with."""
+
+
+class Values(NamedTuple):
+    """What the seeds of a cell came to, in per cent or seconds."""
+
+    last: dict[int, float]
+    best: dict[int, float]
+    note: str = ""
+
+
+def values(cell: Cell, results: Results, seeds: Sequence[int]) -> Values:
+    """What is known of a cell."""
+    found = {line["seed"]: line for line in lines_of(cell, results, seeds)}
+    if cell.probe:
+        rounds = cell.experiment.rounds if cell.experiment is not None and cell.measure == "every" else 1
+        name = "round" if cell.measure == "every" else "seconds"
+        taken = [line["found"].get(name, []) for line in found.values()]
+        each = {client: rounds * value for listed in taken for client, value in enumerate(listed)}
+        return Values(each, each)
+    if cell.measure in OF_CLIENTS:
+        name, factor = OF_CLIENTS[cell.measure]
+        told = {seed: [one[name] for one in line["clients"] if name in one] for seed, line in found.items()}
+        means = {seed: factor * statistics.fmean(each) for seed, each in told.items() if each}
+        return Values(means, means)
+    name = {"personal": "personal_accuracy", "validation": "validation_accuracy"}.get(cell.measure, "accuracy")
+    one_more = (
+        cell.start is not None and cell.experiment is not None and cell.experiment.rounds == cell.start.rounds + 1
+    )
+    since = -1 if one_more else 0  # where a single round is looked at, those before it are not its own
+    series = {seed: [100 * value for value in line[name][since:] if value is not None] for seed, line in found.items()}
+    series = {seed: numbers for seed, numbers in series.items() if numbers}
+    lost = sum(bool(line.get("diverged")) for line in found.values())
+    note = f"{lost} of {len(found)} seeds diverged" if lost else ""
+    whole = {seed: numbers for seed, numbers in series.items() if not found[seed].get("diverged")}
+    return Values(
+        {seed: numbers[-1] for seed, numbers in whole.items()},
+        {seed: max(numbers) for seed, numbers in series.items()},
+        note,
+    )
+
+
+def blocks(study: Study, results: Results) -> list[Block]:
+    """A study's table, block by block."""
+    known = {(cell.block, cell.row): values(cell, results, study.seeds) for cell in study.cells}
+    found = []
+    for title in dict.fromkeys(cell.block for cell in study.cells):
+        cells = [cell for cell in study.cells if cell.block == title]
+        ours = known.get((title, study.ours))
+        rows = []
+        for cell in cells:
+            own = known[cell.block, cell.row]
+            lead = paired(ours.last, own.last) if ours and cell.row != study.ours and not cell.probe else None
+            told = _spread(own.last), _spread(own.best)
+            rows.append(Row(cell.row, *told, cell.paper, cell.paper_deviation, lead, own.note))
+        found.append(Block(title, UNITS.get(cells[0].measure, "%"), rows))
+    return found + ([average(study, known)] if study.averages else [])
+
+
+def average(study: Study, known: dict[tuple[str, str], Values]) -> Block:
+    """The mean over all settings of a study, and who leads over all pairs of settings and seeds there are."""
+    titles = list(dict.fromkeys(cell.block for cell in study.cells))
+    averages, rows = dict(study.averages), []
+    for name in dict.fromkeys(cell.row for cell in study.cells):
+        taken = [known[title, name] for title in titles]
+        told = (
+            _spread(_mean_by_seed([one.last for one in taken])),
+            _spread(_mean_by_seed([one.best for one in taken])),
+        )
+        ours, theirs = (
+            {(title, seed): value for title in titles for seed, value in known[title, row].last.items()}
+            for row in (study.ours, name)
+        )
+        lead = paired(ours, theirs) if name != study.ours else None
+        lead = lead and lead._replace(pooled=len({title for title, _ in ours.keys() & theirs.keys()}))
+        rows.append(Row(name, *told, averages.get(name), None, lead))
+    return Block("Average over the settings", "%", rows)
+
+
+def _spread(taken: dict[int, float]) -> Spread | None:
+    return spread(list(taken.values())) if taken else None
+
+
+def _mean_by_seed(taken: Sequence[dict[int, float]]) -> dict[int, float]:
+    """The mean over settings of every seed that all of them have."""
+    seeds = set.intersection(*(set(one) for one in taken))
+    return {seed: statistics.fmean(one[seed] for one in taken) for seed in sorted(seeds)}
+
+
+def paired(ours: dict[Any, float], theirs: dict[Any, float]) -> Paired | None:
+    """The mean difference over what both have, with its interval from Student's t."""
+    gaps = tuple(ours[key] - theirs[key] for key in ours if key in theirs)
+    return _lead(gaps) if gaps else None
+
+
+@functools.cache
+def _lead(gaps: tuple[float, ...]) -> Paired:
+    from scipy import stats  # takes a second to load
+
+    half = p = None
+    if len(gaps) > 1:
+        error = statistics.stdev(gaps) / math.sqrt(len(gaps))
+        half = float(stats.t.ppf(0.975, len(gaps) - 1)) * error
+    if len(gaps) >= ENOUGH and any(gaps):
+        alike = len({abs(gap) for gap in gaps} - {0.0}) < len(gaps)  # then there is no table of exact values
+        p = float(stats.wilcoxon(gaps, method="asymptotic" if alike else "exact").pvalue)
+    return Paired(statistics.fmean(gaps), half, len(gaps), p)
+
+
+def provenances(study: Study, results: Results) -> list[dict[str, Any]]:
+    """Where each result of a study came from."""
+    return [line["provenance"] for cell in study.cells for line in lines_of(cell, results, study.seeds)]
+
+
+def lines_of(cell: Cell, results: Results, seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """What came of a cell, seed by seed."""
+    if cell.experiment is None:
+        return []
+    found = [results.of(job(cell, seed)).get(seed) for seed in seeds]
+    return [line for line in found if line is not None]

@@ -15,6 +15,11 @@ settings.register_profile(
 settings.load_profile("fedcog")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest, and mostly waits, comes first: the others are done beside it."""
+    items.sort(key=lambda item: "test_deployment" not in item.nodeid)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
     torch.set_num_threads(1)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.conv import _ConvNd
 
 from fedcog.layers import Layers
 from fedcog.tree import Params
@@ -88,6 +89,22 @@ class Model:
         """How many features go into the head."""
         assert self.head is not None, "algorithms that need a head are refused where the network has none"
         return int(self._eval.get_submodule(self.head).in_features)  # type: ignore[arg-type]
+
+    @property
+    def cost(self) -> int:
+        """Multiplications and additions that an input takes on its way through convolutions and linear layers."""
+        found = list[int]()
+
+        def note(layer: nn.Linear | _ConvNd, _: object, output: Tensor) -> None:
+            found.append(2 * output.numel() * layer.weight[0].numel())
+
+        with contextlib.ExitStack() as around:
+            for layer in self._eval.modules():
+                if isinstance(layer, nn.Linear | _ConvNd):
+                    around.callback(layer.register_forward_hook(note).remove)
+            some = next(iter(self.params.values()))
+            self.predict(self.params | self.buffers, some.new_zeros(1, *self.input_shape))
+        return sum(found)
 
     def _call(self, module: nn.Module, weights: Params, x: Tensor) -> tuple[Tensor, Tensor | None, dict[int, Tensor]]:
         seen, layers = list[Tensor](), Layers()

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from fedcog.models import Model, ModelError, build
 from tests.user_models import USER_MODELS
@@ -214,3 +215,14 @@ def test_a_head_that_is_none_is_not_taken_for_one(kind: str) -> None:
     assert model.head is None and Model(Last("plain"), (1, 8, 8), 4).head == "head"
     logits, features = model.forward(model.params, {}, torch.randn(3, 1, 8, 8))
     assert logits.shape == (3, 4) and features is None
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("cnn", (3, 32, 32)), ("cnn3", (3, 32, 32)), ("small", (1, 8, 8)), ("mlp", (5,))]
+)
+def test_what_an_input_costs_is_what_torch_counts(name: str, shape: tuple[int, ...]) -> None:
+    model = Model(build(name, shape, 10, seed=0), shape, 10)
+    with FlopCounterMode(display=False) as counted:
+        model.predict(model.params | model.buffers, torch.zeros(7, *shape))
+    assert 7 * model.cost == counted.get_total_flops() > 0
+    assert not any(layer._forward_hooks for layer in model._eval.modules())

@@ -80,16 +80,29 @@ def values(cell: Cell, results: Results, seeds: Sequence[int]) -> Values:
     """What is known of a cell."""
     found = {line["seed"]: line for line in lines_of(cell, results, seeds)}
     if cell.probe:
-        rounds = cell.experiment.rounds if cell.experiment is not None and cell.measure == "every" else 1
-        name = "round" if cell.measure == "every" else "seconds"
-        taken = [line["found"].get(name, []) for line in found.values()]
-        each = {client: rounds * value for listed in taken for client, value in enumerate(listed)}
-        return Values(each, each)
-    if cell.measure in OF_CLIENTS:
-        name, factor = OF_CLIENTS[cell.measure]
-        told = {seed: [one[name] for one in line["clients"] if name in one] for seed, line in found.items()}
-        means = {seed: factor * statistics.fmean(each) for seed, each in told.items() if each}
-        return Values(means, means)
+        return _seconds(cell, [line["found"] for line in found.values()])
+    return _of_clients(cell, found) if cell.measure in OF_CLIENTS else _accuracies(cell, found)
+
+
+def _seconds(cell: Cell, found: list[dict[str, Any]]) -> Values:
+    """Seconds by client."""
+    every = cell.measure == "every"
+    rounds = cell.experiment.rounds if cell.experiment is not None and every else 1
+    taken = [one.get("round" if every else "seconds", []) for one in found]
+    each = {client: rounds * value for listed in taken for client, value in enumerate(listed)}
+    return Values(each, each)
+
+
+def _of_clients(cell: Cell, found: dict[int, dict[str, Any]]) -> Values:
+    """Means over clients after the last round."""
+    name, factor = OF_CLIENTS[cell.measure]
+    told = {seed: [one[name] for one in line["clients"] if name in one] for seed, line in found.items()}
+    means = {seed: factor * statistics.fmean(each) for seed, each in told.items() if each}
+    return Values(means, means)
+
+
+def _accuracies(cell: Cell, found: dict[int, dict[str, Any]]) -> Values:
+    """Accuracies after the last round and at best."""
     name = {"personal": "personal_accuracy", "validation": "validation_accuracy"}.get(cell.measure, "accuracy")
     one_more = (
         cell.start is not None and cell.experiment is not None and cell.experiment.rounds == cell.start.rounds + 1

@@ -202,20 +202,17 @@ def time() -> Study:
 
 def analysis() -> Study:
     """What one round does to each client's model."""
-    rows = [
-        (row, each, start, paper) for row, each, start, paper in _after_fedavg() if row != "MOON"
-    ]  # not in the figure
     share = _cog(FIRST, options={"control": "loss"}, rounds=WARM + 1, evaluate_local=True)
+    rows = [one for one in _after_fedavg() if one[0] != "MOON"]  # which is not in the figure
     blocks: dict[str, Measure] = {
         "Distance of local models to their mean": "gap",
         "Local models on the whole test set": "general",
         "Local models on their clients' labels": "own",
     }
-    cells = [Cell("The global model", *row) for row in rows]
-    cells.append(Cell("The global model", CONTROL, *share))
-    for block, measure in blocks.items():
-        cells += [Cell(block, row, each, start, measure=measure) for row, each, start, _ in rows]
-        cells.append(Cell(block, CONTROL, *share, measure=measure))
+    cells = [*(Cell("The global model", *one) for one in rows), Cell("The global model", CONTROL, *share)]
+    cells += [
+        cell._replace(block=block, measure=measure, paper=None) for block, measure in blocks.items() for cell in cells
+    ]
     return Study(
         "analysis",
         "Model difference, generalisation and personalisation",

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from fedcog.data import DataError, Dataset, FederatedData, partition, sources
 from fedcog.data.partition import Rule
@@ -146,17 +145,13 @@ class Prepared:
             return experiment.mapping, 0
         if self.device.type == "cuda":
             return "graph", 0
-        inputs = torch.zeros(
-            (experiment.batch_size, *self.model.input_shape), dtype=self.data.dtype, device=self.device
-        )
-        with FlopCounterMode(display=False) as count:
-            self.model.predict(self.model.params | self.model.buffers, inputs)
         steps = experiment.local_steps
         if experiment.local_epochs:
             steps = int(experiment.local_epochs * int(self.data.sizes.max()) / experiment.batch_size) + 1
         ours = all(type(layer).__module__.startswith("fedcog.") for _, layer in layers(experiment.algorithm))
-        short = count.get_total_flops() * steps <= SHORT
-        return ("vmap", 1) if short and ours and self.model_name != "custom" else ("loop", 0)
+        if not ours or self.model_name == "custom":
+            return "loop", 0
+        return ("vmap", 1) if self.model.cost * experiment.batch_size * steps <= SHORT else ("loop", 0)
 
     def hits(self, server: State) -> Params:
         """Right answers of the server's model per class, on the test set and on what is held out for validation."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import struct
 import tempfile
 from collections.abc import Callable
@@ -349,6 +350,24 @@ def test_digits() -> None:
     scaled = data.train_x.double() / 255
     assert data.mean[0] == pytest.approx(float(scaled.mean()))
     assert data.std[0] == pytest.approx(float(scaled.std(correction=0)))
+
+
+def test_digits_are_scikit_learns_read_from_its_file_or_asked_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sklearn.datasets import load_digits
+
+    data, bunch = readers.read_digits(), load_digits()  # whose first ten are the first of each class
+    assert np.array_equal(data.train_x[:10, 0].numpy(), np.rint(bunch.images[:10] * 255 / 16))
+    assert data.train_y[:10].tolist() == bunch.target[:10].tolist() == list(range(10))
+    monkeypatch.setattr(readers.Path, "exists", lambda path: False)
+    asked = readers.read_digits()
+    for name in ("train_x", "train_y", "test_x", "test_y"):
+        assert torch.equal(getattr(data, name), getattr(asked, name))
+
+
+def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DataError, match="pip install scikit-learn"):
+        readers.read_digits()
 
 
 def test_layouts_and_labels_that_are_probably_not_meant() -> None:

@@ -110,7 +110,7 @@ class Link:
             )
             time.sleep(0.25)
 
-    def wait_for_rounds(self, count: int, seconds: float = 150, out: Path | None = None) -> None:
+    def wait_for_rounds(self, count: int, seconds: float = 300, out: Path | None = None) -> None:
         """Wait until so many rounds are recorded."""
         self.wait(lambda: len(self.lines(out)) >= count, seconds, f"round {count}")
 

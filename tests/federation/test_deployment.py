@@ -114,7 +114,7 @@ def test_a_federation_with_data_of_its_own_bears_what_goes_wrong(tmp_path: Path)
             node(number, place)
         link.run(rounds=4, patience=60.0)
         link.wait_for_rounds(2)
-        link.wait(lambda: link.said("node-1").count("Receiving: train") >= 2, 60, "node 1 is asked again")
+        link.wait(lambda: link.said("node-1").count("Receiving: train") >= 3, 60, "node 1 is asked again")
         link.end("node-1")
         link.wait_for_rounds(3)
         link.wait(lambda: kept(link) >= 3, 60, "round 3 is kept")  # or it would happen again, with everybody

@@ -211,13 +211,13 @@ class RunDirectory:
         return self.path / "report.html"
 
     def tensors(self, name: str) -> tuple[Params, dict[str, Any]]:
-        """A file of tensors, and what it says about them."""
+        """A file of tensors, in memory as any other of torch's (the last bit may hang on that), and what it says."""
         try:
             with safe_open(self.path / name, "pt") as file:
                 about = json.loads((file.metadata() or {}).get("about", "{}"))
                 if not isinstance(about, dict):
                     raise ValueError("what it says about itself is no table")
-                return {key: file.get_tensor(key) for key in sorted(file.keys())}, about
+                return {key: file.get_tensor(key).clone() for key in sorted(file.keys())}, about
         except (OSError, SafetensorError, ValueError, RecursionError) as error:
             raise RecordError(
                 f"cannot read {self.path / name}: {error}. The file is damaged: delete {self.path} to start this run "

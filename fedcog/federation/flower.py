@@ -28,6 +28,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
 from flwr.common import Code, FitIns, FitRes, Parameters, Status, ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.common.constant import ErrorCode
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
 from flwr.common.serde import recorddict_to_proto
 from flwr.compat.common.recorddict_compat import fitres_to_recorddict
@@ -70,11 +71,12 @@ Prepare = Callable[[Context], Ready]
 
 
 class Ledger:
-    """A grid that counts what goes over it: bytes down and up by node, and each node's last failure."""
+    """A grid that counts what goes over it: bytes down and up by node, who failed last time, and who was away."""
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
-        self.down, self.up, self.failures = dict[int, int](), dict[int, int](), dict[int, str]()
+        self.down, self.up = dict[int, int](), dict[int, int]()
+        self.failures, self.away = dict[int, str](), set[int]()
         self._asked: dict[str, int] = {}
 
     def get_node_ids(self) -> Iterable[int]:
@@ -92,8 +94,11 @@ class Ledger:
         self._asked |= {message.metadata.message_id: message.metadata.dst_node_id for message in sent}
         for reply in replies:
             node = self.sender(reply)
+            self.failures.pop(node, None)
+            self.away.discard(node)
             if reply.has_error():
                 self.failures[node] = _reason(reply)
+                self.away |= {node} if reply.error.code == ErrorCode.NODE_UNAVAILABLE else set()
             else:
                 self.up[node] = self.up.get(node, 0) + _bytes(reply.content)
         return replies
@@ -118,17 +123,25 @@ class Nodes:
 
     def gather(self, work: Work) -> Gathered:
         """The sum of the clients' payloads, in the order of their numbers, and findings."""
-        ledger, began = Ledger(self._grid), time.perf_counter()
-        there = self._present(work.clients)
-        refused = {
-            client: "no node with this partition is connected." for client in work.clients if client not in there
-        }
+        ledger, began, end = Ledger(self._grid), time.perf_counter(), self._end()
         asked = {"round": work.round, "lr": work.lr, "score": work.before is not None, "run": self._run}
         asked |= {"shape": list(self._ready.simulation.cohort.model.input_shape)}
         content: dict[str, Any] = {"shared": arrays(work.shared), "ask": ConfigRecord(cast(Any, asked))}
         gather = self._masked_sum if self._ready.secure else self._sum
-        gathered, unheard = gather(work, there, content, ledger)
-        refused |= unheard
+        while True:
+            there = self._present(work.clients)
+            try:
+                gathered, refused = gather(work, there, content, ledger)
+                break
+            except NoAnswer as error:
+                gone = ledger.away and ledger.away == ledger.failures.keys()  # for that they are asked again
+                if not gone or time.monotonic() > end:
+                    raise
+                warnings.warn(f"{error} They are waited for.", stacklevel=2)
+                self._rest()
+        refused |= {
+            client: "no node with this partition is connected." for client in work.clients if client not in there
+        }
         for client, why in sorted(refused.items()):
             warnings.warn(f"round {work.round + 1} goes on without client {client}: {why}", stacklevel=2)
         seconds = dict.fromkeys(PARTS, 0.0) | {"training": time.perf_counter() - began}
@@ -204,7 +217,7 @@ class Nodes:
 
     def _present(self, clients: list[int]) -> dict[int, int]:
         """The nodes of those clients that are connected. In the first round all are waited for, later any will do."""
-        end = time.monotonic() + (math.inf if self._patience is None else self._patience)
+        end = self._end()
         while True:
             online = set(self._grid.get_node_ids())
             self._places = {client: node for client, node in self._places.items() if node in online}
@@ -216,7 +229,14 @@ class Nodes:
             if time.monotonic() > end:
                 lost = ", ".join(map(str, clients))
                 raise NoAnswer(f"no node holds partition {lost}: are the SuperNodes running?")
-            time.sleep(0.1 if self._patience is None else 1.0)
+            self._rest()
+
+    def _end(self) -> float:
+        """When patience that begins now will have run out."""
+        return time.monotonic() + (math.inf if self._patience is None else self._patience)
+
+    def _rest(self) -> None:
+        time.sleep(0.1 if self._patience is None else 1.0)
 
     def _find(self, nodes: set[int]) -> None:
         """Ask nodes which partition they hold."""

@@ -77,7 +77,7 @@ def read_array(data: bytes) -> Tensor:
     if math.prod(shape) * np.dtype(kind).itemsize != len(rest):
         raise Unfit(f"an array has {len(rest)} bytes, which are no {kind} {shape}.")
     try:
-        return torch.from_numpy(np.frombuffer(rest, kind).reshape(shape).copy())
+        return torch.tensor(np.frombuffer(rest, kind).reshape(shape))
     except ValueError as error:  # nothing, of sides that are too long
         raise Unfit(f"an array cannot be of shape {shape}.") from error
 

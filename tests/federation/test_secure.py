@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,9 @@ from hypothesis import strategies as st
 flower = pytest.importorskip("fedcog.federation.flower")
 pytest.importorskip("ray")
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.common import bytes_to_ndarray
+from flwr.common.constant import ErrorCode
 
 import fedcog
 from fedcog import tree
@@ -184,6 +186,36 @@ def test_masked_and_private_at_once(tmp_path: Path) -> None:
         torch.testing.assert_close(value, server(there.path)[name], atol=1e-3, rtol=0)
     assert there.lines[-1]["privacy"] == here.lines[-1]["privacy"]
     assert there.lines[-1]["loss"] is None  # which nobody was told
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_nodes_that_are_all_away_for_a_moment_are_asked_again(
+    secure: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In round 2 Flower says at once, of every node, that it is not to be reached."""
+    calls = 0
+
+    class Away(Ledger):  # type: ignore[misc, valid-type]
+        def __init__(self, grid: Any) -> None:
+            super().__init__(SimpleNamespace(get_node_ids=grid.get_node_ids, send_and_receive=self._unreached))
+            self._real = grid
+
+        def _unreached(self, messages: Iterable[Any], *, timeout: float | None = None) -> list[Any]:
+            nonlocal calls
+            calls += 1
+            if calls == (5 if secure else 2):
+                lost = Error(ErrorCode.NODE_UNAVAILABLE, "Error: Node Unavailable")
+                return [Message(lost, reply_to=message) for message in messages]
+            return list(self._real.send_and_receive(messages, timeout=timeout))
+
+    one = experiment("scaffold", rounds=2, backend="flower", secure_aggregation=secure)
+    plain = fedcog.run(experiment("scaffold", rounds=2), tmp_path / "plain", report=False)
+    monkeypatch.setattr(flower, "Ledger", Away)
+    with pytest.warns(UserWarning, match="in round 2 .*They are waited for"):
+        run = fedcog.run(one, tmp_path / "run", report=False)
+    assert [len(line["local"]) for line in run.lines] == [4, 4]
+    for name, value in server(plain.path).items():
+        torch.testing.assert_close(value, server(run.path)[name], atol=1e-3 if secure else 1e-6, rtol=0)
 
 
 def test_a_number_out_of_range_drops_its_client_and_is_never_clipped(tmp_path: Path) -> None:

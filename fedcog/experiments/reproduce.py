@@ -32,23 +32,27 @@ class Ended(NamedTuple):
 
 
 class Deadline:
-    """A time to be done by. A round is not begun that may not end in time, nor a stack that has hardly any left."""
+    """A time to be done by. A round is not begun that may not end in time, nor a stack that has hardly any left.
+
+    A round is expected to take what the last one took, for the first has much to prepare.
+    """
 
     def __init__(self, seconds: float) -> None:
-        self._end, self._last, self._longest = time.monotonic() + seconds - RESERVE, time.monotonic(), 0.0
-
-    def round(self) -> None:
-        """A round has ended."""
-        now = time.monotonic()
-        self._longest, self._last = max(self._longest, now - self._last), now
+        self._end = time.monotonic() + seconds - RESERVE
+        self.begin()
 
     def begin(self) -> None:
         """Something else begins, that rounds are not to be measured by."""
-        self._last, self._longest = time.monotonic(), 0.0
+        self._begun, self._ended, self._length = time.monotonic(), dict[object, float](), 0.0
+
+    def round(self, run: object) -> None:
+        """A round of one of the runs has ended."""
+        now = time.monotonic()
+        self._length, self._ended[run] = now - self._ended.get(run, self._begun), now
 
     def over(self) -> bool:
         """Would another round be too late?"""
-        return time.monotonic() + 1.5 * self._longest > self._end
+        return time.monotonic() + 1.5 * self._length > self._end
 
 
 class Queue:
@@ -178,7 +182,7 @@ class Queue:
 
     def _told(self, experiment: Experiment, line: dict[str, object]) -> None:
         if self.deadline:
-            self.deadline.round()
+            self.deadline.round(experiment)
         if self._watch:
             self._watch(experiment, line)
 

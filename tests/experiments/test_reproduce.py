@@ -145,14 +145,19 @@ def test_two_at_once_share_the_work_and_do_nothing_twice(tmp_path: Path) -> None
 def test_a_budget_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(reproduce.time, "monotonic", lambda: now[0])
-    deadline = Deadline(100)
+    deadline = Deadline(200)
     deadline.begin()
-    now[0] = 20
-    deadline.round()  # took 20 s: the next may take half as long again, and 8 s are kept back
+    now[0] = 80
+    deadline.round("one")
+    deadline.round("other")  # took 80 s, as one did: the next may take half as long again, and 8 s are kept back
+    assert deadline.over()
+    now[0] = 100
+    deadline.round("one")
+    deadline.round("other")  # took 20 s: the first had much to prepare
     assert not deadline.over()
-    now[0] = 61.9
+    now[0] = 161.9
     assert not deadline.over()
-    now[0] = 62.1
+    now[0] = 162.1
     assert deadline.over()
     deadline.begin()  # what comes next may be quicker
     assert not deadline.over()

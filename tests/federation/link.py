@@ -88,9 +88,12 @@ class Link:
     def end(self, name: str) -> None:
         """End a session, and all that it has started, as a power cut would."""
         process = self.sessions.pop(name)
-        for pid in [process.pid, *_descendants(process.pid)]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        lost, end = [process.pid, *_descendants(process.pid)], time.monotonic() + 30
+        while lost and time.monotonic() < end:  # what is started meanwhile would go on, and hold its port
+            for pid in lost:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            lost = _session(process.pid)
         process.wait(timeout=30)
 
     def said(self, name: str) -> str:
@@ -122,6 +125,16 @@ def _descendants(pid: int) -> list[int]:
         with contextlib.suppress(OSError):
             for child in map(int, task.read_text().split()):
                 found += [child, *_descendants(child)]
+    return found
+
+
+def _session(leader: int) -> list[int]:
+    """The processes of a session that have not ended."""
+    found = []
+    for line in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, session = line.read_text().rpartition(")")[2].split()[:4]
+            found += [int(line.parent.name)] if int(session) == leader and state not in "ZX" else []
     return found
 
 

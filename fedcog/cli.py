@@ -33,6 +33,7 @@ from fedcog.federation.workers import WorkerDied
 from fedcog.flags import Parser
 from fedcog.models import ModelError
 from fedcog.settings import ConfigError
+from fedcog.task import task_of
 
 LEFT = 3
 """The exit code of a queue whose time is over before its work."""
@@ -269,7 +270,8 @@ def _partition(options: argparse.Namespace, rest: list[str]) -> int:
     experiment = _ready(values, faults, options.known)
     dataset = sources.load(experiment.dataset, experiment.data_dir or None)
     shares = share_out(experiment, dataset)
-    counts = torch.stack([torch.bincount(dataset.train_y[one], minlength=len(dataset.classes)) for one in shares])
+    task = task_of(len(dataset.classes), dataset.several)
+    counts = torch.stack([task.counts(dataset.train_y[one]) for one in shares])
     console.partition(counts, dataset.classes)
     if options.figure:
         from fedcog.experiments.report import partition_figure  # draws: loads matplotlib

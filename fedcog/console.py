@@ -27,6 +27,7 @@ from fedcog.experiments.plan import Done
 from fedcog.experiments.run import Run
 from fedcog.experiments.study import Study
 from fedcog.models import MODELS
+from fedcog.task import MEASURES, measure_of
 
 Style = Literal["auto", "plain", "quiet"]
 
@@ -96,12 +97,12 @@ class Progress:
             TextColumn("{task.description}"),
             BarColumn(),
             TextColumn("round {task.completed}/{task.total}"),
-            TextColumn("{task.fields[accuracy]}"),
+            TextColumn("{task.fields[score]}"),
             TimeRemainingColumn(compact=True),
             TextColumn("left"),
         )
         self.bar = Bar(*columns, console=_err, disable=not _lively(style))
-        self.task = self.bar.add_task("getting ready", total=rounds, completed=done, accuracy="")
+        self.task = self.bar.add_task("getting ready", total=rounds, completed=done, score="")
 
     def __enter__(self) -> Self:
         self.bar.start()
@@ -123,22 +124,21 @@ class Progress:
         """Show a finished round."""
         self.done += 1
         run = f"{name_of(what.algorithm)} seed {what.seed}"
-        accuracy = f"accuracy {100 * line['accuracy']:.2f}%" if line.get("accuracy") is not None else ""
+        measure = measure_of(line)
+        score = f"{MEASURES[measure]} {100 * line[measure]:.2f}%" if line.get(measure) is not None else ""
         if self.style == "quiet":
             return
         if _lively(self.style):
-            self.bar.update(self.task, completed=self.done, accuracy=accuracy, description=run)
+            self.bar.update(self.task, completed=self.done, score=score, description=run)
             return
         left = (time.monotonic() - self.began) / (self.done - self.first) * (self.rounds - self.done)
         private = line.get("privacy")
         loss = "not finite" if line["loss"] is None else f"{line['loss']:{'.4f' if line['loss'] < 1e4 else '.3g'}}"
         loss = "not told" if private and math.isnan(line["loss"] or 0) else loss
-        accuracy += f" epsilon {private['epsilon']:.3g}" if private else ""
+        score += f" epsilon {private['epsilon']:.3g}" if private else ""
         skipped = f"; left out {', '.join(str(client) for client in line['skipped'])}" if line.get("skipped") else ""
         total = line["seconds"]["total"]
-        words = (
-            f"{run}, round {line['round']} of {what.rounds}: loss {loss} {accuracy} ({total:.1f} s; {left:.0f} s left)"
-        )
+        words = f"{run}, round {line['round']} of {what.rounds}: loss {loss} {score} ({total:.1f} s; {left:.0f} s left)"
         note(words.replace("  ", " ") + skipped)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
@@ -219,18 +219,19 @@ def _warnings(what: Experiment) -> list[str]:
 
 
 def results(runs: Sequence[Run], style: Style) -> None:
-    """Last and best accuracy of every group of runs, mean and deviation over seeds; what of privacy is spent."""
+    """Last and best score of every group of runs, mean and deviation over seeds; what of privacy is spent."""
     if style == "quiet":
         return
     for words in dict.fromkeys(run.privacy for run in runs if run.privacy):
         say(words, style)
-    scored = [run for run in runs if run.accuracies or run.diverged]
+    scored = [run for run in runs if run.scores or run.diverged]
     if not scored:
         say("no round has been evaluated yet", style)
         return
     found = summary.rows(scored)
     several = any(len(each.runs) > 1 for each in summary.group(scored))
-    title = "test accuracy in %" + (", mean ± standard deviation over seeds" if several else "")
+    names = " or ".join(dict.fromkeys(MEASURES[run.measure] for run in scored))
+    title = f"test {names} in %" + (", mean ± standard deviation over seeds" if several else "")
     if style == "plain":
         say(title, style)
         for label, last, best, *own, seeds, rounds in found:

@@ -82,6 +82,7 @@ class Site:
     buffers: Params  # running statistics of the model being trained
     weight: Tensor  # this client's weight in the sum, in (0, 1]
     counts: Tensor  # its examples of each class
+    sizes: Tensor  # its examples with no label, one, two, and so on
     round: Tensor  # from 0
     step: Tensor
     steps: Tensor
@@ -116,6 +117,7 @@ class Algorithm:
     uplink: ClassVar[Uplink] = "sum"  # "each": the payload's "each" reaches the server client by client, not as a sum
     needs_head: ClassVar[bool] = False  # does it look at features, or at the last layer?
     personalises: ClassVar[bool] = False  # is the clients' own model what it is about?
+    one_label: ClassVar[str] = ""  # why an example must have one label and no more, if it must
     needs_sgd: ClassVar[bool] = False  # does it take the way a client went for a sum of gradients?
     # What no number of a payload's part exceeds, by the part's name: secure aggregation has to know.
     scales: ClassVar[dict[str, float]] = {"delta": 64.0, "buffers": 4096.0, "weight": 1.0, "count": 1.0}

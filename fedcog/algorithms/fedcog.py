@@ -57,6 +57,7 @@ class FedCOG(Wrapper):
     def draws(self, round: int, model: Model, batch_size: int) -> dict[str, Draw]:
         """Noise, once awake: without it the rest of this class lies dormant."""
         awake = {"noise": Draw((self.count, *model.input_shape))}
+        asked = {"asked": Draw((self.count, 1 + model.classes), kind="uniform")}
         if self.generator == "conv":
             if len(model.input_shape) != 3:
                 raise ModelError(
@@ -64,7 +65,7 @@ class FedCOG(Wrapper):
                 )
             size = sum(math.prod(shape) for shape in generators.conv_sizes(model.input_shape))
             awake = {"noise": Draw((self.count, generators.NOISE)), "generator": Draw((size,))}
-        return self.inner.draws(round, model, batch_size) | (awake if round >= self.start_round else {})
+        return self.inner.draws(round, model, batch_size) | (awake | asked if round >= self.start_round else {})
 
     def client_init(self, shared: State) -> State:
         """A client that never took part has the global model for its previous one."""
@@ -75,7 +76,7 @@ class FedCOG(Wrapper):
         draft = self.inner.draft(site, draws)
         if "noise" not in draws:
             return draft
-        labels = site.task.targets(site.counts, self.count, self.labels)
+        labels = site.task.targets(site.counts, site.sizes, self.labels, draws["asked"])
         learnt = {"x": draws["noise"]}
         if self.generator == "conv":
             weights = generators.conv_generator(draws["generator"], site.model.input_shape)

@@ -27,6 +27,7 @@ class FedGen(Algorithm):
 
     uplink: ClassVar[Uplink] = "each"
     needs_head: ClassVar[bool] = True
+    one_label: ClassVar[str] = "fedgen makes features of one label at a time, and weighs heads by their share of it."
     alpha: float = setting(1.0, "weight of the loss on generated features", ">= 0")
     beta: float = setting(1.0, "weight of agreeing with generated features; with alpha 0, too: FedAvg", ">= 0")
     decay: float = setting(0.98, "factor on both weights, and on the generator's lr, after every round", "> 0", "<= 1")

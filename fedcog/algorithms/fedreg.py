@@ -1,6 +1,7 @@
 """FedReg (Xu et al., ICLR 2022, algorithm 1): generated pseudo data against forgetting."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -23,6 +24,10 @@ class FedReg(Algorithm):
     ones. (Pseudo inputs that near to the real ones forbid to learn from these: on digits nothing was learnt.)
     """
 
+    one_label: ClassVar[str] = (
+        "fedreg moves examples out of their class, and one of several labels has no class to leave: its authors define "
+        "it for one label, and the paper has no number of it for more."
+    )
     gamma: float = setting(0.5, "where gradients are taken: gamma * theta + (1 - gamma) * G", ">= 0", "<= 1")
     strength: float = setting(1.0, "share of the correction that is applied; 0, and gamma 1: FedAvg", ">= 0", "<= 1")
     steps: int = setting(10, "uphill steps of the inputs", ">= 0")

@@ -26,6 +26,9 @@ class VHL(Wrapper):
     """
 
     needs_head: ClassVar[bool] = True
+    one_label: ClassVar[str] = (
+        "vhl lines an example's features up with virtual ones of its class, and it must have one."
+    )
     alpha: float = setting(1.0, "weight of the loss on virtual data", ">= 0")
     lambda_align: float = setting(1.0, "weight of aligning real features with virtual ones", ">= 0")
     kappa: float = setting(0.1, "weight of the contrast among virtual features", ">= 0")

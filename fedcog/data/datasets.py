@@ -30,7 +30,7 @@ class Dataset:
 
     name: str
     train_x: Tensor  # uint8 [n, C, H, W] (images) or floating [n, ...] (anything else)
-    train_y: Tensor  # int64 [n]
+    train_y: Tensor  # int64 [n]: the class of each; or bool [n, classes]: its labels, any number of them
     test_x: Tensor
     test_y: Tensor
     classes: tuple[str, ...]
@@ -55,6 +55,11 @@ class Dataset:
         return f"Dataset({self.name!r}, {size}, {len(self.classes)} classes)"
 
     @property
+    def several(self) -> bool:
+        """May an example have several labels?"""
+        return self.train_y.dtype == torch.bool
+
+    @property
     def input_shape(self) -> tuple[int, ...]:
         """The shape of one example, as a model takes it."""
         return tuple(self.train_x.shape[1:])
@@ -70,6 +75,8 @@ class Dataset:
 
     def _form_faults(self) -> Iterator[str]:
         train, test = self.train_x, self.test_x
+        if self.train_y.dtype != self.test_y.dtype:
+            yield f"train_y is {_form(self.train_y)} and test_y {_form(self.test_y)}: give both the same type"
         if train.shape[1:] != test.shape[1:] or train.dtype != test.dtype:
             yield (
                 f"train_x has examples {_form(train)} and test_x {_form(test)}: "
@@ -128,11 +135,17 @@ def _example_faults(part: str, x: Tensor, y: Tensor, classes: int) -> Iterator[s
         yield f"{part}_x is {list(x.shape)}: give [n, 1] for one number per example"
     if _count(x) == 0:
         yield f"{part}_x is {list(x.shape)}: give at least one example"
-    if y.shape != (_count(x),):
-        yield f"{part}_y is {list(y.shape)} for {part}_x {list(x.shape)}: give one label per example, [n]"
-    if y.dtype != torch.int64:
+    if y.dtype == torch.bool:
+        if y.shape != (_count(x), classes):
+            yield f"{part}_y is {_form(y)}: give a row for each of {_count(x)} examples, with all {classes} classes"
+    elif y.shape != (_count(x),):
+        yield (
+            f"{part}_y is {list(y.shape)} for {part}_x {list(x.shape)}: give one label per example, [n], or rows of "
+            "True and False, [n, classes], if an example may have several"
+        )
+    if y.dtype not in (torch.int64, torch.bool):
         yield f"{part}_y is {_form(y)}: labels are int64"
-    elif y.numel() and (int(y.min()) < 0 or int(y.max()) >= classes):
+    elif y.dtype == torch.int64 and y.numel() and (int(y.min()) < 0 or int(y.max()) >= classes):
         yield f"{part}_y has labels {int(y.min())} to {int(y.max())}: {classes} classes are 0..{classes - 1}"
     if x.is_floating_point():
         if not bool(x.isfinite().all()):
@@ -158,10 +171,12 @@ def from_arrays(
     """Your own data as a data set.
 
     Inputs are floats of any shape, used as they are, or uint8 images: [n, H, W], [n, C, H, W], or a numpy
-    [n, H, W, C] with 1, 3 or 4 channels. Labels are integers or strings. Without mean and std, those of the
-    training images are taken. Users are anything that sorts.
+    [n, H, W, C] with 1, 3 or 4 channels. Labels are integers or strings; where an example may have several, sets or
+    lists of strings, or rows of True and False, one for each class. Without mean and std, those of the training
+    images are taken. Users are anything that sorts.
     """
     inputs, tests = _inputs("train_x", train_x), _inputs("test_x", test_x)
+    train_y, test_y, classes = _rows(train_y, test_y, classes)
     labels, test_labels, names = _labels(_array(train_y), _array(test_y), classes)
     if inputs.dtype == torch.uint8 and inputs.dim() == 4 and len(inputs):
         own_mean, own_std = channel_statistics(inputs)
@@ -195,7 +210,8 @@ def _pairs(part: str, source: TorchDataset[Any]) -> tuple[Values, Values]:
     labels: list[Any] = []
     for x, y in items:
         inputs.append(x if isinstance(x, Tensor) else np.asarray(x))
-        labels.append(y.item() if isinstance(y, Tensor | np.generic | np.ndarray) else y)
+        alone = isinstance(y, Tensor | np.generic | np.ndarray) and not y.shape
+        labels.append(y.item() if alone else _array(y) if isinstance(y, Tensor) else y)
         if inputs[-1].shape != inputs[0].shape or inputs[-1].dtype != inputs[0].dtype:
             raise DataError(
                 f"{part} example {len(inputs) - 1} is {inputs[-1].dtype} {list(inputs[-1].shape)}, the first "
@@ -241,9 +257,36 @@ def _integers(name: str, values: npt.NDArray[Any]) -> Tensor:
     return torch.from_numpy(values.astype(np.int64))
 
 
+def _rows(train: Any, test: Any, classes: Sequence[str] | None) -> tuple[Any, Any, Sequence[str] | None]:
+    """Sets of names as rows of True and False; anything else as it is."""
+
+    def sets(values: Any) -> bool:
+        return isinstance(values, list | tuple) and any(
+            isinstance(own, list | tuple | set | frozenset) for own in values
+        )
+
+    if not sets(train) and not sets(test):
+        return train, test, classes
+    for part, values in (("train_y", train), ("test_y", test)):
+        for place, own in enumerate(values):
+            if isinstance(own, str) or not all(isinstance(word, str) for word in own):
+                raise DataError(
+                    f"{part} has {own!r} at {place}: give a set of names for every example, or rows of True and False"
+                )
+    words = {word for values in (train, test) for own in values for word in own}
+    names = sorted(words) if classes is None else [str(name) for name in classes]
+    if strangers := sorted(words - set(names)):
+        raise DataError(f"labels {strangers[:5]} are not among classes {names[:5]}...: name every class")
+    rows = [torch.tensor([[name in set(own) for name in names] for own in values]) for values in (train, test)]
+    return rows[0], rows[1], names
+
+
 def _labels(
     train: npt.NDArray[Any], test: npt.NDArray[Any], classes: Sequence[str] | None
 ) -> tuple[Tensor, Tensor, tuple[str, ...]]:
+    if train.dtype.kind == test.dtype.kind == "b" and train.ndim == 2:
+        names = [str(i) for i in range(train.shape[1])] if classes is None else classes
+        return torch.from_numpy(train.copy()), torch.from_numpy(test.copy()), tuple(names)
     words = [*train.flat, *test.flat] if train.dtype.kind in "UO" else []
     if words and all(isinstance(word, str) for word in words):
         names = tuple(map(str, sorted(set(words)) if classes is None else classes))

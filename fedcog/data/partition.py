@@ -37,6 +37,11 @@ def split(kind: str, labels: Indices, users: Indices | None, rule: Rule, seed: i
                 f"{rule.clients} clients of at least {rule.min_examples} examples need more than the {len(labels)} "
                 "there are: lower --clients or --min-examples."
             )
+        if labels.ndim > 1 and kind in BY_LABEL:
+            raise PartitionError(
+                f"partition '{kind}' shares out class by class, and an example here may have several labels: choose "
+                "iid, quantity or natural."
+            )
         shares = PARTITIONS[kind](labels, rule, seed)
     return [np.sort(share) for share in shares]
 
@@ -130,6 +135,7 @@ PARTITIONS: dict[str, Callable[[Indices, Rule, int], list[Indices]]] = {
     "quantity": quantity,
 }
 KINDS = (*PARTITIONS, "natural")
+BY_LABEL = ("dirichlet", "label-skew")
 
 
 def _generator(seed: int, attempt: int) -> np.random.Generator:

@@ -28,6 +28,7 @@ from fedcog.federation.flower import ClientApp, Context, Nodes, Ready, ServerApp
 from fedcog.federation.flower import client_app as flower_client
 from fedcog.federation.flower import server_app as flower_server
 from fedcog.settings import ConfigError
+from fedcog.task import MEASURES, measure_of
 
 LOG = logging.getLogger("flwr")  # what Flower shows of a run
 
@@ -113,7 +114,8 @@ def _serve(
     rounds = experiment.rounds
 
     def watch(_: Experiment, line: dict[str, Any]) -> None:
-        score = f", accuracy {line['accuracy']:.2%}" if line.get("accuracy") is not None else ""
+        measure = measure_of(line)
+        score = f", {MEASURES[measure]} {line[measure]:.2%}" if line.get(measure) is not None else ""
         loss = f": loss {line['loss']:.4f}" if math.isfinite(line["loss"]) else ""
         spent = f", epsilon {line['privacy']['epsilon']:.3g}" if "privacy" in line else ""
         LOG.info(f"round {line['round']} of {rounds}{loss}{score}{spent}")

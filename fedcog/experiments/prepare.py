@@ -26,7 +26,7 @@ from fedcog.federation.simulation import Simulation
 from fedcog.models import Model, build
 from fedcog.optimiser import Optimiser
 from fedcog.settings import ConfigError
-from fedcog.task import SingleLabel
+from fedcog.task import Measure, task_of
 from fedcog.tree import Params, State
 
 SHORT = 10**7
@@ -89,7 +89,10 @@ class Prepared:
             module = build(self.model_name, shape, classes, experiment.seed)
         self.network = repr(module)
         self.model = Model(module, shape, classes, experiment.batch_size).to(self.device, dtype)
-        self.task = SingleLabel(classes)
+        self.task = task_of(classes, self.dataset.several)
+        single = [layer.one_label for _, layer in layers(experiment.algorithm) if layer.one_label]
+        if self.dataset.several and single:
+            raise ConfigError([f"{why} Choose another algorithm for examples of several labels." for why in single])
         mapping, threads = self._mapping()
         self.privacy = privacy(experiment, self.data.clients, simulated=not remote)
         if self.privacy and importlib.util.find_spec("dp_accounting") is None:
@@ -153,21 +156,30 @@ class Prepared:
             return "loop", 0
         return ("vmap", 1) if self.model.cost * experiment.batch_size * steps <= SHORT else ("loop", 0)
 
+    @property
+    def measure(self) -> Measure:
+        """What its models are judged by first."""
+        return self.task.measure
+
     def hits(self, server: State) -> Params:
-        """Right answers of the server's model per class, on the test set and on what is held out for validation."""
+        """How the server's model does by class, on the test set and on what is held out for validation; its marks."""
         data, weights = self.data, self.experiment.algorithm.server_model(server)
         sets = {"test": (data.test_x, data.test_y)}
         if len(data.validation):
             held_out = data.validation.to(data.train_x.device)
             sets["validation"] = data.train_x[held_out], data.train_y[data.validation]
-        return {name: evaluate.hits(self.model, self.task, data, weights, x, y) for name, (x, y) in sets.items()}
+        found = {name: evaluate.hits(self.model, self.task, data, weights, x, y) for name, (x, y) in sets.items()}
+        if self.dataset.several:
+            found |= self.task.marks(evaluate.outputs(self.model, data, weights, data.test_x), data.test_y)
+        return found
 
     def scores(self, hits: Params) -> dict[str, float]:
-        """Its accuracy on the test set, and on the held-out validation examples where there are any."""
-        found = {"accuracy": evaluate.accuracy(hits["test"], self.backend.totals)}
+        """Its scores on the test set, and on the held-out validation examples where there are any."""
+        found = {name: float(value) for name, value in hits.items() if name not in ("test", "validation")}
+        found[self.measure] = self.task.score(hits["test"], self.backend.totals)
         if "validation" in hits:
             totals = self.task.counts(self.data.train_y[self.data.validation]).cpu()
-            found["validation_accuracy"] = evaluate.accuracy(hits["validation"], totals)
+            found[f"validation_{self.measure}"] = self.task.score(hits["validation"], totals)
         return found
 
     @functools.cached_property
@@ -187,9 +199,11 @@ class Prepared:
         """Examples per client and class, a few real pictures of each class, and their names."""
         tensors = {"counts": self.backend.counts}
         if self.dataset.train_x.dtype == torch.uint8 and self.dataset.train_x.dim() == 4:
-            of_class = [torch.nonzero(self.dataset.train_y == label)[:8, 0] for label in range(self.model.classes)]
+            labels = self.dataset.train_y
+            rows = labels.T if self.dataset.several else (labels == label for label in range(self.model.classes))
+            of_class = [torch.nonzero(row)[:8, 0] for row in rows]
             tensors["real_images"] = self.dataset.train_x[torch.cat(of_class)]
-            tensors["real_labels"] = self.dataset.train_y[torch.cat(of_class)]
+            tensors["real_labels"] = torch.cat([torch.full_like(own, label) for label, own in enumerate(of_class)])
         return tensors, {
             "dataset": self.dataset.name,
             "classes": list(self.dataset.classes),

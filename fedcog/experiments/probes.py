@@ -18,6 +18,7 @@ from fedcog.experiments.prepare import Prepared
 from fedcog.experiments.record import RecordError, RunDirectory
 from fedcog.federation.clock import Clock
 from fedcog.federation.course import autograd
+from fedcog.task import Labels
 from fedcog.tree import Params, State
 
 Kind = Literal["client-time", "generation-time", "partition", "pictures", "privacy"]
@@ -96,9 +97,9 @@ def _partition(scene: Scene) -> Found:
 
 def _pictures(scene: Scene) -> Found:
     """One input of each class on its way from noise, and a real image of the class."""
-    prepared, task = scene.prepared, scene.prepared.task
+    prepared = scene.prepared
     marks = tuple(mark for mark in MARKS if mark <= _cog(scene).recipe.steps)
-    labels = task.targets(prepared.backend.counts[0], _cog(scene).count, "uniform")
+    labels = _labels(scene, 0, "uniform")
     classes = sorted(set(labels.tolist()))
     shown = tuple(int((labels == label).nonzero()[0, 0]) for label in classes)
     made = _generate(scene, 0, labels, _cog(scene).recipe._replace(marks=marks, shown=shown))
@@ -129,7 +130,7 @@ def _privacy(scene: Scene) -> Found:
     prepared, data, model, task = scene.prepared, scene.prepared.data, scene.prepared.model, scene.prepared.task
     made = []
     for client in range(data.clients):
-        labels = task.targets(prepared.backend.counts[client], _cog(scene).count, _cog(scene).labels)
+        labels = _labels(scene, client, _cog(scene).labels)
         made.append(_generate(scene, client, labels, _cog(scene).recipe) | {"y": labels})
     x, y = torch.cat([one["x"] for one in made]), torch.cat([one["y"] for one in made])
     order = streams.permutation(prepared.experiment.seed, "privacy", 0, len(data.train_y)).to(data.device)
@@ -175,11 +176,24 @@ def _cog(scene: Scene) -> FedCOG:
     return algorithm
 
 
+def _labels(scene: Scene, client: int, rule: Labels) -> Tensor:
+    """What a client asks for, as in a round."""
+    prepared, drawn = scene.prepared, _drawn(scene, client)
+    counts, sizes = prepared.backend.counts[client], prepared.backend.sizes[client]
+    return prepared.task.targets(counts, sizes, rule, drawn["asked"])
+
+
+def _drawn(scene: Scene, client: int) -> State:
+    """A client's random tensors in the round."""
+    number = torch.tensor([client])
+    return tree.pick(scene.prepared.backend.cohort.draws(_cog(scene), "client", scene.round, number), 0)
+
+
 def _generate(scene: Scene, client: int, labels: Tensor, recipe: generation.Recipe) -> Params:
     """What a client generates for labels, as in a round."""
-    prepared, algorithm, number = scene.prepared, _cog(scene), torch.tensor([client])
+    prepared, algorithm = scene.prepared, _cog(scene)
     own = tree.pick(prepared.backend.store.take([client], algorithm, scene.shared), 0)
-    noise = tree.pick(prepared.backend.cohort.draws(algorithm, "client", scene.round, number), 0)["noise"]
+    noise = _drawn(scene, client)["noise"]
     with torch.no_grad():
         return generation.generate(
             prepared.task, prepared.model, scene.weights, own["previous"], labels, noise, recipe, autograd

@@ -26,6 +26,7 @@ from fedcog import tree
 from fedcog.algorithms import ALGORITHMS, Algorithm
 from fedcog.experiments.config import Experiment, read_recorded, read_toml
 from fedcog.settings import ConfigError
+from fedcog.task import SCORES
 from fedcog.tree import Params, State
 
 FORMAT = 1
@@ -130,7 +131,7 @@ class RunDirectory:
             local = line.get("local") if isinstance(line, dict) and line.get("round") == number else None
             if not (isinstance(local, list) and all(isinstance(client, dict) for client in local)):
                 raise RecordError(f"{file} is damaged: line {number} is not that of round {number}.")
-            for name in ("loss", "accuracy", "personal_accuracy"):
+            for name in ("loss", *SCORES):
                 if not isinstance(line.get(name), float | int | None):
                     raise RecordError(f"{file} is damaged: line {number} has a {name} that is no number.")
         return lines

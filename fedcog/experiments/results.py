@@ -18,6 +18,7 @@ from fedcog.experiments.config import Experiment, layers, name_of
 from fedcog.experiments.probes import Kind
 from fedcog.experiments.record import Checkpoint, RecordError, RunDirectory
 from fedcog.experiments.run import Run
+from fedcog.task import SCORES
 
 
 class Job(NamedTuple):
@@ -164,17 +165,14 @@ def _line(value: dict[str, Any]) -> bytes:
 
 
 def digest(run: Run) -> dict[str, Any]:
-    """What is kept of a run: accuracies and losses by round, seconds, its clients after the last round."""
+    """What is kept of a run: scores and losses by round, seconds, its clients after the last round."""
     lines, directory = run.lines, RunDirectory(run.path)
-    found: dict[str, Any] = {
-        "accuracy": [_short(line.get("accuracy")) for line in lines],
-        "loss": [_short(line.get("loss")) for line in lines],
-    }
-    for name in ("personal_accuracy", "validation_accuracy"):
+    found: dict[str, Any] = {name: [_short(line.get(name)) for line in lines] for name in (run.measure, "loss")}
+    for name in SCORES:
         values = [_short(line.get(name)) for line in lines]
         found |= {name: values} if any(value is not None for value in values) else {}
     last = lines[-1]["local"] if lines else []
-    kept = ("distance", "accuracy", "own_accuracy")
+    kept = ("distance", run.measure, f"own_{run.measure}")
     clients = {one["client"]: {name: _short(one[name]) for name in kept if name in one} for one in last}
     if run.experiment.evaluate_local and (checkpoint := directory.load()) is not None:
         for client, gap in _gaps(checkpoint).items():

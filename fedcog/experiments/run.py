@@ -25,6 +25,7 @@ from fedcog.federation import ranks
 from fedcog.federation.rounds import Diverged, Federation
 from fedcog.models import build
 from fedcog.settings import ConfigError
+from fedcog.task import Measure, measure_of
 
 Watch = Callable[[Experiment, dict[str, Any]], None]
 
@@ -39,23 +40,28 @@ class Run:
     diverged: str = ""  # why it ended early, if training left the numbers
 
     def __repr__(self) -> str:
-        scores = f", last {self.last:.4f}, best {self.best:.4f}" if self.accuracies else ""
+        scores = f", last {self.last:.4f}, best {self.best:.4f}" if self.scores else ""
         return f"Run({str(self.path)!r}, {name_of(self.experiment.algorithm)}, {len(self.lines)} rounds{scores})"
 
     @property
-    def accuracies(self) -> list[tuple[int, float]]:
-        """(round, test accuracy) wherever it was measured."""
-        return [(line["round"], line["accuracy"]) for line in self.lines if line.get("accuracy") is not None]
+    def measure(self) -> Measure:
+        """What its model is judged by: accuracy or, where examples have several labels, F1 over all decisions."""
+        return next((found for line in self.lines if (found := measure_of(line)) in line), "accuracy")
+
+    @property
+    def scores(self) -> list[tuple[int, float]]:
+        """(round, measure on the test set) wherever it was taken."""
+        return [(line["round"], line[self.measure]) for line in self.lines if line.get(self.measure) is not None]
 
     @property
     def last(self) -> float:
-        """Test accuracy after the last round."""
-        return self.accuracies[-1][1]
+        """The measure on the test set after the last round."""
+        return self.scores[-1][1]
 
     @property
     def best(self) -> float:
-        """The highest test accuracy of any round: what papers print, and more than one can hope for."""
-        return max(accuracy for _, accuracy in self.accuracies)
+        """Its highest of any round: what papers print, and more than one can hope for."""
+        return max(score for _, score in self.scores)
 
     @property
     def personal(self) -> list[float]:
@@ -64,7 +70,8 @@ class Run:
         Of a method that personalises it is that model; of any other the local model before it is averaged, that is the
         global one fine-tuned.
         """
-        return [line["personal_accuracy"] for line in self.lines if line.get("personal_accuracy") is not None]
+        name = f"personal_{self.measure}"
+        return [line[name] for line in self.lines if line.get(name) is not None]
 
     @property
     def privacy(self) -> str:

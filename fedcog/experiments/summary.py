@@ -29,17 +29,17 @@ class Group(NamedTuple):
 
     @property
     def last(self) -> Spread:
-        """Test accuracy after the last round."""
+        """The measure on the test set after the last round."""
         return spread([run.last for run in self.runs])
 
     @property
     def best(self) -> Spread:
-        """Highest test accuracy of any round."""
+        """Its highest of any round."""
         return spread([run.best for run in self.runs])
 
     @property
     def personal(self) -> tuple[Spread, Spread] | None:
-        """Last and best accuracy of the clients' own models on their own label mix; None where nobody measured it."""
+        """Last and best of the clients' own models on their own label mix; None where nobody measured it."""
         if not all(run.personal for run in self.runs):
             return None
         return spread([run.personal[-1] for run in self.runs]), spread([max(run.personal) for run in self.runs])
@@ -49,11 +49,11 @@ COLUMNS = ("algorithm", "last", "best", "personal last", "personal best", "seeds
 
 
 def rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """A row of COLUMNS for every group of runs: accuracies in %, mean and deviation over seeds."""
+    """A row of COLUMNS for every group of runs: scores in %, mean and deviation over seeds."""
     found = []
-    for each in group([run for run in runs if run.accuracies or run.diverged]):
+    for each in group([run for run in runs if run.scores or run.diverged]):
         rounds = sorted({len(run.lines) for run in each.runs})
-        scored = all(run.accuracies for run in each.runs)
+        scored = all(run.scores for run in each.runs)
         last, best = (each.last.percent(), each.best.percent()) if scored else ("", "")
         own = [one.percent() for one in each.personal] if each.personal else ["", ""]
         shown = "-".join(str(round) for round in dict.fromkeys((rounds[0], rounds[-1])))
@@ -96,8 +96,8 @@ def labels(experiments: Sequence[Experiment]) -> list[str]:
 
 
 def rounds_to(run: Run, target: float) -> int | None:
-    """The first round whose test accuracy reaches `target`."""
-    return next((round for round, accuracy in run.accuracies if accuracy >= target), None)
+    """The first round whose score on the test set reaches `target`."""
+    return next((round for round, score in run.scores if score >= target), None)
 
 
 def _but_seed(experiment: Experiment) -> dict[str, Any]:

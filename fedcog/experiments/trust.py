@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fedcog.experiments.probes import Kind
+from fedcog.task import SCORES
 
 GAPS = ("to_members", "to_others", "nearer_to_members", "nearer_by_chance", "auc")
 
@@ -19,8 +20,8 @@ def check(line: Any, probe: Kind | None) -> None:
 
 
 def _trained(line: dict[str, Any]) -> None:
-    """What came of training: accuracies and losses by round, and clients."""
-    for name in ("accuracy", "loss", "personal_accuracy", "validation_accuracy"):
+    """What came of training: scores and losses by round, and clients."""
+    for name in ("loss", *SCORES):
         values = [value for value in _listed(line.get(name, [])) if value is not None]
         if not _numbers(values):
             raise ValueError(f"{name} is no list of numbers")

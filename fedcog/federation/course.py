@@ -30,18 +30,21 @@ class Members(NamedTuple):
     own: State
     weight: Tensor
     counts: Tensor
+    sizes: Tensor
     steps: Tensor
 
     def some(self, rows: Tensor) -> "Members":
         """Some of them, in this order; `rows` lie in host memory, as numbers and steps do."""
         there = rows.to(self.weight.device)
         own = tree.pick(self.own, there)
-        return Members(self.number[rows], own, self.weight[there], self.counts[there], self.steps[rows])
+        return Members(
+            self.number[rows], own, self.weight[there], self.counts[there], self.sizes[there], self.steps[rows]
+        )
 
     def one(self, row: int) -> "Members":
         """One of them alone, with no client axis; its state lies in memory as if it had never been in a stack."""
         own = tree.apply(torch.clone, tree.pick(self.own, row))
-        return Members(self.number[row], own, self.weight[row], self.counts[row], self.steps[row])
+        return Members(self.number[row], own, self.weight[row], self.counts[row], self.sizes[row], self.steps[row])
 
 
 class Finish(NamedTuple):
@@ -100,6 +103,7 @@ class Course(NamedTuple):
             buffers=buffers,
             weight=member.weight,
             counts=member.counts,
+            sizes=member.sizes,
             round=fixed["round"],
             step=step,
             steps=member.steps,

@@ -1,4 +1,4 @@
-"""How good models are: right answers per class, from which every accuracy here is made."""
+"""How good models are: how their answers agree with the labels, class by class, which every score is made of."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,7 @@ def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
 def hits(
     model: Model, task: Task, data: FederatedData, weights: Params, x: Tensor, y: Tensor, each: Each = _alone
 ) -> Tensor:
-    """Right answers of each class on stored examples; `each` maps over the leading client axis of `weights`, if any."""
+    """The task's hits on stored examples; `each` maps over the leading client axis of `weights`, if any."""
     total: Tensor | None = None
     with torch.no_grad():
         for at in range(0, len(y), BATCH):
@@ -47,12 +47,7 @@ def loss(model: Model, task: Task, data: FederatedData, weights: Params, index: 
     return total / len(index)
 
 
-def accuracy(hits: Tensor, totals: Tensor) -> float:
-    """The share of right answers."""
-    return int(hits.sum()) / int(totals.sum())
-
-
-def own_accuracy(hits: Tensor, totals: Tensor, counts: Tensor) -> float:
-    """The share of right answers if the test set had a client's label mix p: sum_c hits_c p_c / sum_c totals_c p_c."""
-    mix = counts.double() / counts.sum()
-    return float((hits * mix).sum() / (totals * mix).sum())
+def outputs(model: Model, data: FederatedData, weights: Params, x: Tensor) -> Tensor:
+    """A model's outputs on stored examples."""
+    with torch.no_grad():
+        return torch.cat([model.predict(weights, data.inputs(part)) for part in torch.split(x, BATCH)])

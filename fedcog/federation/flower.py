@@ -171,8 +171,8 @@ class Nodes:
             client = whose[ledger.sender(reply)]
             try:
                 found = answer(reply, form, score=work.before is not None)
-                hits = found.get("hits", simulation.totals)
-                if not bool(((hits >= 0) & (hits <= simulation.totals)).all()):
+                hits = found.get("hits", simulation.most)
+                if not bool(((hits >= 0) & (hits <= simulation.most)).all()):
                     raise Unfit("it tells of fewer right answers than none, or of more than there are.")
                 answers[client] = found
                 del refused[client]

@@ -20,7 +20,7 @@ class Outcome(NamedTuple):
     keepable: Tensor  # [clients], is all that it keeps finite?
     loss: Tensor  # [clients], mean over the client's steps
     distance: Tensor  # [clients], of the local model from the one it was sent
-    hits: Tensor | None  # [clients, classes], the local models' right answers on the test set
+    hits: Tensor | None  # [clients, ..., classes], the local models' on the test set
     exhibit: Params  # what a report should show of the first client
     seconds: Callable[[], dict[str, float]]  # by part; to be asked for when the device has finished
 

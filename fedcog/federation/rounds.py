@@ -14,6 +14,7 @@ from fedcog.federation.clock import Clock
 from fedcog.federation.payloads import finite
 from fedcog.federation.privacy import Privacy, takes_part_most
 from fedcog.federation.selection import Asked, Selection
+from fedcog.task import Measure
 from fedcog.tree import Params, State
 
 
@@ -75,10 +76,14 @@ class Scorer(Protocol):
     """How the server's model is judged."""
 
     def hits(self, server: State) -> Params:
-        """Its right answers of each class, on the test set ("test") and wherever else."""
+        """The task's hits of each class, on the test set ("test") and wherever else, and what else scores need."""
 
     def scores(self, hits: Params) -> dict[str, float]:
-        """Its accuracies by name."""
+        """Its scores by name."""
+
+    @property
+    def measure(self) -> Measure:
+        """Which of them comes first."""
 
 
 class Round(NamedTuple):
@@ -183,8 +188,9 @@ class Federation:
         line |= {name: float(value) for name, value in read.get("readings", {}).items()}
         if self._hits is not None:
             line |= self.scorer.scores(self._hits)
-            personal = [float(client["own_accuracy"]) for client in report.local if "own_accuracy" in client]
-            line |= {"personal_accuracy": sum(personal) / len(personal)} if personal else {}
+            measure = self.scorer.measure
+            personal = [float(client[f"own_{measure}"]) for client in report.local if f"own_{measure}" in client]
+            line |= {f"personal_{measure}": sum(personal) / len(personal)} if personal else {}
         seconds = dict(report.seconds)
         seconds["evaluation"] += clock.seconds()["evaluation"] if due else 0.0
         line |= {"local": local, "seconds": seconds | {"total": time.perf_counter() - work.began}}

@@ -10,7 +10,6 @@ from fedcog.algorithms import Algorithm, Origin
 from fedcog.federation import evaluate
 from fedcog.federation.cohort import Cohort
 from fedcog.federation.course import Members
-from fedcog.federation.evaluate import accuracy, own_accuracy
 from fedcog.federation.outcomes import Outcome, side_by_side
 from fedcog.federation.parties import Party
 from fedcog.federation.rounds import Diverged, Gathered, Report, Work
@@ -36,8 +35,12 @@ class Simulation:
     ) -> None:
         self.cohort, self.store, self.skip_diverged = cohort, Store(cohort.data.device), skip_diverged
         data, task = cohort.data, cohort.task
-        self.counts = torch.stack([task.counts(data.labels(client)) for client in range(data.clients)])
+        self.counts, self.sizes = (
+            torch.stack([count(data.labels(client)) for client in range(data.clients)])
+            for count in (task.counts, task.sizes)
+        )
         self.totals = task.counts(data.test_y).cpu()
+        self.most = task.most(self.totals, len(data.test_y))
         cap = weight_cap or int(data.sizes.max())
         self.weights = (data.sizes.clamp(max=cap).to(data.dtype) / cap).to(data.device)
         if weights == "uniform":
@@ -113,7 +116,7 @@ class Simulation:
         """What one client's answer to `shared` looks like, as tensors of the right shape and type without content."""
         some = next(iter(shared["params"].values()))
         one = {name: some.new_empty(1, device="meta") for name in ("loss", "distance")}
-        hits = torch.empty((1, self.cohort.model.classes), dtype=torch.int64, device="meta")
+        hits = torch.empty((1, *self.most.shape), dtype=torch.int64, device="meta")
         members = self.members(algorithm, shared, [0])
         return one | {"total": self.cohort.form(algorithm, shared, members), "hits": hits}
 
@@ -121,7 +124,7 @@ class Simulation:
         """Clients with all that they have of their own."""
         number, own = torch.tensor(clients), self.store.take(clients, algorithm, shared)
         rows = number.to(self.counts.device)
-        return Members(number, own, self.weights[rows], self.counts[rows], self.steps[number])
+        return Members(number, own, self.weights[rows], self.counts[rows], self.sizes[rows], self.steps[number])
 
     def _train(
         self, algorithm: Algorithm, shared: State, clients: Sequence[int], round: int, lr: float, score: bool
@@ -163,13 +166,14 @@ class Simulation:
         local: list[dict[str, float | int]] = [
             {"client": client, "loss": loss[row], "distance": distance[row]} for row, client in enumerate(clients)
         ]
+        task, name = self.cohort.task, self.cohort.task.measure
         if before is not None and "hits" in read:
             for row, (hits, counts) in enumerate(zip(read["hits"], read["counts"], strict=True)):
                 if not whole[row]:
                     continue
-                local[row]["accuracy"] = accuracy(hits, self.totals)
-                local[row]["own_accuracy"] = own_accuracy(hits, self.totals, counts)
-                local[row]["own_accuracy_before"] = own_accuracy(before, self.totals, counts)
+                local[row][name] = task.score(hits, self.totals)
+                local[row][f"own_{name}"] = task.score(hits, self.totals, counts)
+                local[row][f"own_{name}_before"] = task.score(before, self.totals, counts)
         present = torch.where(read["sound"], read["weight"], 0)
         mean = float(torch.where(read["sound"], read["loss"] * read["weight"], 0).sum() / present.sum())
         exhibit = read.get("exhibit", {})

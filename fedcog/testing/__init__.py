@@ -9,7 +9,7 @@ from fedcog.testing.contract import (
     neutral_is_fedavg,
     resumes_bit_for_bit,
 )
-from fedcog.testing.federation import CLASSES, Small, images, vectors, worst
+from fedcog.testing.federation import CLASSES, Small, images, several, vectors, worst
 
 __all__ = [
     "CLASSES",
@@ -22,6 +22,7 @@ __all__ = [
     "images",
     "neutral_is_fedavg",
     "resumes_bit_for_bit",
+    "several",
     "vectors",
     "worst",
 ]

@@ -15,7 +15,7 @@ from fedcog.federation.selection import Uniform
 from fedcog.federation.simulation import Simulation
 from fedcog.models import Model, build
 from fedcog.optimiser import Optimiser
-from fedcog.task import SingleLabel
+from fedcog.task import Measure, task_of
 from fedcog.tree import Params, State
 
 CLASSES = 4
@@ -29,6 +29,14 @@ def images(train: int = 90, test: int = 20, shape: tuple[int, ...] = (1, 8, 8), 
     y[:train] = y[:train].sort()[0]  # clients own stretches of them: each another mix of labels
     names = [str(label) for label in range(CLASSES)]
     return from_arrays(x[:train], y[:train], x[train:], y[train:], classes=names, augment=True)
+
+
+def several(train: int = 90, test: int = 20, shape: tuple[int, ...] = (1, 8, 8), seed: int = 0) -> Dataset:
+    """Random little images with random sets of labels."""
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randint(0, 256, (train + test, *shape), dtype=torch.uint8, generator=draw)
+    y = torch.rand(train + test, CLASSES, generator=draw) < torch.linspace(0.2, 0.7, CLASSES)
+    return from_arrays(x[:train], y[:train], x[train:], y[train:])
 
 
 def vectors(train: int = 60, test: int = 12, size: int = 5, seed: int = 0) -> Dataset:
@@ -73,7 +81,7 @@ class Small:
         shape = self.dataset.input_shape
         module = module or build("small", shape, CLASSES, seed=seed - 2)
         self.model = Model(module, shape, CLASSES).to(where, dtype)
-        self.task = SingleLabel(CLASSES)
+        self.task = task_of(CLASSES, self.dataset.several)
         cohort = Cohort(
             self.model,
             self.task,
@@ -90,14 +98,19 @@ class Small:
         self.schedule = Schedule(rounds, Uniform(len(sizes), count, seed=seed), lr, 1.0, 1, True)
         self.server: State = self.backend.begin(algorithm)
 
+    @property
+    def measure(self) -> Measure:
+        """What models are judged by."""
+        return self.task.measure
+
     def hits(self, server: State) -> Params:
-        """Right answers of the server's model per class on the test set."""
+        """The hits of the server's model on the test set."""
         weights, data = self.algorithm.server_model(server), self.data
         return {"test": evaluate.hits(self.model, self.task, data, weights, data.test_x, data.test_y)}
 
     def scores(self, hits: Params) -> dict[str, float]:
-        """Its accuracy."""
-        return {"accuracy": evaluate.accuracy(hits["test"], self.backend.totals)}
+        """Its score."""
+        return {self.measure: self.task.score(hits["test"], self.backend.totals)}
 
     def run(self, start: int = 0) -> list[Round]:
         """All rounds from `start` on."""

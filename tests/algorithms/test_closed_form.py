@@ -83,7 +83,9 @@ def generated(
 
     number = torch.tensor([client])
     x = streams.normal(3, "draw/noise", 0, number, (cog.count, 5))[0].double().numpy()
-    y = small.task.targets(torch.tensor(counts), cog.count, "complementary").numpy()
+    y = small.task.targets(
+        torch.tensor(counts), torch.tensor([0, sum(counts)]), "complementary", torch.zeros(cog.count, 1)
+    ).numpy()
     mean, square = np.zeros_like(x), np.zeros_like(x)
     for step in range(1, cog.steps + 1):
         slope = (softmax(x @ weight.T + bias) - np.eye(CLASSES)[y]) @ weight / cog.count
@@ -121,7 +123,7 @@ def test_the_gradient_of_fedcog_around_fedprox_term_by_term() -> None:
     counts, mu = torch.tensor([40, 0, 10, 25]), 0.3
     zero = torch.zeros((), dtype=torch.float64)
     sent_all, numbers = {"params": sent, "buffers": {}}, (zero, zero, zero, zero)
-    site = Site(model, SingleLabel(4), sent_all, {}, {}, zero + 1, counts, *numbers, 6, autograd)
+    site = Site(model, SingleLabel(4), sent_all, {}, {}, zero + 1, counts, counts, *numbers, 6, autograd)
     algorithm = FedCOG(FedProx(mu=mu), start_round=0)
     grads, _ = algorithm.local_grad(
         lambda params, batch: algorithm.local_loss(params, batch, site), now, {**real, "made": made}, site

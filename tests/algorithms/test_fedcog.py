@@ -18,9 +18,9 @@ from fedcog.tree import Params
 COG = FedCOG(count=8, steps=4, start_round=0, lr=0.1)
 
 
-def extra(algorithm: FedCOG, rounds: int = 1) -> tuple[Small, Site, Batch]:
+def extra(algorithm: FedCOG, rounds: int = 1, **own: Any) -> tuple[Small, Site, Batch]:
     """What client 0 generates in the round after `rounds`."""
-    small = Small(dataclasses.replace(algorithm, start_round=0), rounds=rounds)
+    small = Small(dataclasses.replace(algorithm, start_round=0), rounds=rounds, **own)
     small.run()
     backend, shared = small.backend, small.algorithm.broadcast(small.server)
     own = backend.store.take([0], small.algorithm, shared)
@@ -29,6 +29,7 @@ def extra(algorithm: FedCOG, rounds: int = 1) -> tuple[Small, Site, Batch]:
         {"previous": {name: value[0] for name, value in own["previous"].items()}},
         backend.weights[0],
         backend.counts[0],
+        backend.sizes[0],
         backend.steps[0],
     )
     course = backend.cohort.course(small.algorithm)
@@ -69,8 +70,8 @@ def test_source_noise_skips_the_optimisation() -> None:
 
 def test_labels() -> None:
     small, site, made = extra(COG)
-    counts = site.counts
-    assert torch.equal(made["y"], small.task.targets(counts, 8, "complementary"))
+    chance = torch.zeros(8, 5)
+    assert torch.equal(made["y"], small.task.targets(site.counts, site.sizes, "complementary", chance))
     _, _, made = extra(dataclasses.replace(COG, labels="uniform"))
     assert torch.bincount(made["y"], minlength=4).tolist() == [2, 2, 2, 2]
 

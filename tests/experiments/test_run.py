@@ -121,7 +121,7 @@ def test_validation_is_scored_beside_the_test_set(tmp_path: Path) -> None:
 def test_evaluation_is_as_often_as_asked(tmp_path: Path) -> None:
     sparse = dataclasses.replace(TINY, rounds=5, evaluate_every=2, evaluate_local=False)
     done = fedcog.run(sparse, tmp_path / "run", report=False)
-    assert [round for round, _ in done.accuracies] == [2, 4, 5]
+    assert [round for round, _ in done.scores] == [2, 4, 5]
     assert "accuracy" not in done.lines[0]["local"][0]
 
 
@@ -326,7 +326,7 @@ def test_a_personal_model_that_diverges_does_not_cost_the_client_its_place(tmp_p
     alone = fedcog.run(stiff, tmp_path / "fedavg", report=False)
     both = dataclasses.replace(stiff, algorithm=fedcog.Ditto(lambda_pull=1e6))
     done = fedcog.run(both, tmp_path / "ditto", report=False)
-    assert done.accuracies == alone.accuracies
+    assert done.scores == alone.scores
     assert all(line["forgot"] == [0, 1, 2, 3] and "skipped" not in line for line in done.lines)
     assert not done.personal  # there is no model to score
 

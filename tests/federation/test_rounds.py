@@ -4,9 +4,9 @@ import torch
 from fedcog.algorithms import FedAvg
 from fedcog.experiments.config import Experiment
 from fedcog.experiments.prepare import selection
-from fedcog.federation import evaluate
 from fedcog.federation.rounds import Schedule
 from fedcog.federation.selection import Uniform
+from fedcog.task import SingleLabel
 from fedcog.testing import Small, worst
 
 
@@ -41,9 +41,10 @@ def test_the_learning_rate_decays_from_round_to_round() -> None:
 
 def test_accuracies_by_pencil() -> None:
     hits, totals = torch.tensor([4, 0, 3]), torch.tensor([5, 5, 10])
-    assert evaluate.accuracy(hits, totals) == 7 / 20
-    assert evaluate.own_accuracy(hits, totals, torch.tensor([1, 0, 1])) == pytest.approx(3.5 / 7.5)
-    assert evaluate.own_accuracy(hits, totals, torch.tensor([0, 8, 0])) == 0
+    task = SingleLabel(3)
+    assert task.score(hits, totals) == 7 / 20
+    assert task.score(hits, totals, torch.tensor([1, 0, 1])) == pytest.approx(3.5 / 7.5)
+    assert task.score(hits, totals, torch.tensor([0, 8, 0])) == 0
 
 
 def test_the_line_of_a_round() -> None:
@@ -60,7 +61,7 @@ def test_the_line_of_a_round() -> None:
     counts, before = small.backend.counts[1], None
     fresh = Small(FedAvg(), rounds=1)
     before = fresh.hits(fresh.run()[-1].server)["test"]
-    assert local["own_accuracy_before"] == evaluate.own_accuracy(before, small.backend.totals, counts)
+    assert local["own_accuracy_before"] == small.task.score(before, small.backend.totals, counts)
     weights = small.backend.weights
     mean = sum(float(weights[one["client"]]) * one["loss"] for one in second["local"]) / float(weights.sum())
     assert second["loss"] == pytest.approx(mean, rel=1e-6)

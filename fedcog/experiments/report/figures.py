@@ -177,10 +177,12 @@ def partition_figure(counts: Tensor, classes: Sequence[str]) -> Plot:
     return drawing.svg
 
 
-def dumbbell_figure(clients: Sequence[tuple[int, float, float]]) -> Plot:
-    """Each client's accuracy before and after local training, as two dots joined by a bar: (client, before, after)."""
+def dumbbell_figure(clients: Sequence[tuple[int, float, float]], name: str = "accuracy") -> Plot:
+    """Each client's score before and after local training, as two dots joined by a bar: (client, before, after)."""
     rows = min(max(0.2 * len(clients), 0.6), 5.0)
-    about = f"Accuracy on the own label mix before and after local training, of {len(clients)} clients"
+    about = (
+        f"{name[0].upper()}{name[1:]} on the own label mix before and after local training, of {len(clients)} clients"
+    )
     small = len(clients) > 40
     with drawing_of((4.4, rows + 1.0), about) as drawing:
         axes = drawing.figure.subplots()
@@ -194,7 +196,7 @@ def dumbbell_figure(clients: Sequence[tuple[int, float, float]]) -> Plot:
         axes.set_ylim(len(clients) - 0.4, -0.6)
         axes.set_xlim(-3, 103)
         axes.grid(axis="x")
-        axes.set_xlabel("accuracy on own label mix (%)")
+        axes.set_xlabel(f"{name} on own label mix (%)")
         axes.set_ylabel("client")
         drawing.figure.legend(loc="outside upper left", ncols=2, handlelength=1, borderpad=0, columnspacing=1.5)
     return drawing.svg

@@ -14,6 +14,7 @@ from fedcog.experiments.report.markup import NONE, figure, key, listed, numbered
 from fedcog.experiments.report.readings import Federation
 from fedcog.experiments.run import Run, read
 from fedcog.experiments.summary import Group, group, rounds_to, spread
+from fedcog.task import MEASURES, measure_of
 
 NAMES = 6  # of more, a title only tells how many
 LABEL = 40  # a longer one is written out in the table only, and a number stands for it elsewhere
@@ -37,7 +38,7 @@ def page(paths: Sequence[Path], *, title: str | None = None, target: float | Non
     shown = listed(names) if len(names) <= NAMES else f"{len(names)} algorithms"
     title = title or f"{shown} on {listed(readings.datasets(runs, federations))}"
     parts = [
-        ("accuracy", "Accuracy over rounds", _accuracy(groups)),
+        ("scores", f"{_capital(_measure(groups))} over rounds", _scores(groups)),
         ("partition", "Who holds what", sections.partition(runs, federations)),
         ("generated", "Generated inputs", pictures.generated(runs)),
         ("clients", "Clients", sections.clients(groups)),
@@ -124,12 +125,12 @@ def _faults(groups: Sequence[Group]) -> str:
 
 def _results(groups: Sequence[Group], full: Sequence[str], target: float | None) -> str:
     """The table of results, a row for each group."""
-    if not any(run.accuracies for each in groups for run in each.runs):
+    if not any(run.scores for each in groups for run in each.runs):
         return "<p>No round has been evaluated yet, so there are no results.</p>"
     given, target = target is not None, target or _target(groups)
     rows = []
     for number, (each, label) in enumerate(zip(groups, full, strict=True)):
-        scored = [run for run in each.runs if run.accuracies]
+        scored = [run for run in each.runs if run.scores]
         last, best = (_percent([getattr(run, name) for run in scored]) for name in ("last", "best"))
         own = each.personal[0].percent() if each.personal else NONE
         seconds = readings.seconds([line for run in each.runs for line in run.lines])
@@ -140,28 +141,29 @@ def _results(groups: Sequence[Group], full: Sequence[str], target: float | None)
         more = "" if each.label == label else f"<br><small>{text(label)}</small>"
         rows.append(f'<tr><th scope="row" class="keyed">{key(*look(number))}{text(each.label)}{more}</th>{cells}</tr>')
     aim = f"Rounds to {100 * target:g}\N{NO-BREAK SPACE}%" if target else "Rounds to target"
-    heads = ["Last accuracy (%)", "Best accuracy (%)", "Personal, last (%)", aim, "Seeds"]
+    name = _measure(groups)
+    heads = [f"Last {name} (%)", f"Best {name} (%)", "Personal, last (%)", aim, "Seeds"]
     heads += ["Seconds per round"]
     head = "<th>Algorithm</th>" + "".join(f'<th class="number" scope="col">{name}</th>' for name in heads)
-    chosen = "as asked for" if given else f"the last accuracy of {text(groups[0].label)}, rounded down"
+    chosen = "as asked for" if given else f"the last {name} of {text(groups[0].label)}, rounded down"
     every = sorted({run.experiment.evaluate_every for each in groups for run in each.runs} - {1})
     coarse = f" Evaluated only every {listed(every)} rounds: it may have been met earlier." if every else ""
     return (
         f"{table(head, ''.join(rows))}"
-        '<p class="note">Accuracy on the test set: mean ± sample standard deviation over seeds. <em>Last</em> is after '
-        "the last round evaluated. <em>Best</em> is the highest of all rounds, chosen on the test set itself, and "
-        "therefore optimistic: read it as what papers print, not as what to expect. <em>Personal</em> is the clients' "
-        "own models (of a method that has none, the global one after local training: fine-tuned), each on its client's "
-        "own label mix, mean over the round's clients. "
+        f'<p class="note">{_capital(name)} on the test set: mean ± sample standard deviation over seeds. '
+        "<em>Last</em> is after the last round evaluated. <em>Best</em> is the highest of all rounds, chosen on the "
+        "test set itself, and therefore optimistic: read it as what papers print, not as what to expect. "
+        "<em>Personal</em> is the clients' own models (of a method that has none, the global one after local training: "
+        "fine-tuned), each on its client's own label mix, mean over the round's clients. "
         + (f"Rounds to the target ({chosen}): median over seeds.{coarse}" if target else "")
         + "</p>"
     )
 
 
 def _target(groups: Sequence[Group]) -> float | None:
-    """What the first group nearly reached: its last accuracy rounded down to 5 %, or to 1 % below that."""
-    first = next(each for each in groups if any(run.accuracies for run in each.runs))
-    percent = 100 * statistics.fmean(run.last for run in first.runs if run.accuracies)
+    """What the first group nearly reached: its last score rounded down to 5 %, or to 1 % below that."""
+    first = next(each for each in groups if any(run.scores for run in each.runs))
+    percent = 100 * statistics.fmean(run.last for run in first.runs if run.scores)
     return next((step * (percent // step) / 100 for step in (5, 1) if percent >= step), None)
 
 
@@ -173,7 +175,7 @@ def _rounds_to(runs: Sequence[Run], target: float) -> str:
         unfinished = any(len(run.lines) < run.experiment.rounds for run in runs)
         return ("not yet" if unfinished else "never") if runs else NONE
     middle = statistics.median(math.inf if round is None else round for round in found)
-    beyond = min((run.accuracies[-1][0] for run, round in zip(runs, found, strict=True) if round is None), default=0)
+    beyond = min((run.scores[-1][0] for run, round in zip(runs, found, strict=True) if round is None), default=0)
     words = f"{middle:g}" if math.isfinite(middle) else f"&gt; {beyond}"
     return words if len(reached) == len(found) else f"{words} ({len(reached)} of {len(found)} seeds)"
 
@@ -182,22 +184,31 @@ def _percent(values: Sequence[float]) -> str:
     return spread(values).percent() if values else NONE
 
 
-def _accuracy(groups: Sequence[Group]) -> str:
-    wakes = readings.wakes(groups)
-    accuracy = readings.curves(groups, lambda line: [line.get("accuracy")])
-    if not accuracy:
+def _measure(groups: Sequence[Group]) -> str:
+    """What the runs are judged by."""
+    return " or ".join(dict.fromkeys(MEASURES[run.measure] for each in groups for run in each.runs))
+
+
+def _capital(words: str) -> str:
+    return words[0].upper() + words[1:]
+
+
+def _scores(groups: Sequence[Group]) -> str:
+    wakes, name = readings.wakes(groups), _measure(groups)
+    scores = readings.curves(groups, lambda line: [line.get(measure_of(line))])
+    if not scores:
         return "<p>No round has been evaluated yet.</p>"
     band = " The band is ± one standard deviation over seeds." if any(len(each.runs) > 1 for each in groups) else ""
     ragged = any(len({len(run.lines) for run in each.runs}) > 1 for each in groups)
     uneven = " Some seeds have fewer rounds than others: late means are over fewer seeds." if ragged else ""
     mark = f" FedCOG begins to generate in round {listed(wakes)} (upright line)." if wakes else ""
     drawn = figure(
-        figures.curves_figure(accuracy, "test accuracy (%)", size=(4.8, 3.3), percent=True, marks=wakes),
-        f"Accuracy of the global model on the test set after each round, mean over seeds.{band}{mark}{uneven}",
+        figures.curves_figure(scores, f"test {name} (%)", size=(4.8, 3.3), percent=True, marks=wakes),
+        f"{_capital(name)} of the global model on the test set after each round, mean over seeds.{band}{mark}{uneven}",
     )
     spent = readings.curves(groups, lambda line: [(line.get("privacy") or {}).get("epsilon")])
     words = dict.fromkeys(run.privacy for each in groups for run in each.runs if run.privacy)
-    private = "".join(f"<p>{text(one[0].upper() + one[1:])}.</p>" for one in words)
+    private = "".join(f"<p>{text(_capital(one))}.</p>" for one in words)
     loss = readings.curves(groups, lambda line: [line.get("loss")])
     if loss:
         drawn += figure(

@@ -36,25 +36,28 @@ def generated(runs: Sequence[Run]) -> str:
 def _pictures(run: Run, round: int, shown: dict[str, Tensor]) -> str:
     """Generated pictures, a row for each mark on the way and a column for each target, with real ones below."""
     tensors, about = readings.federation(run)
-    known, labels = about.get("classes", ()), shown["labels"].tolist()
-    names = [str(known[label]) if label < len(known) else str(label) for label in labels]
+    known, several = about.get("classes", ()), shown["labels"].dim() == 2
+    asked = [row.nonzero()[:, 0].tolist() if several else [int(row)] for row in shown["labels"]]
+    names = [" + ".join(str(known[label]) if label < len(known) else str(label) for label in own) for own in asked]
+    labels = [own[0] if own else None for own in asked]
     rows = [
         _row(f"step {step}", "", images, names)
         for step, images in zip(shown["steps"].tolist(), shown["images"], strict=True)
     ]
     real = "No real pictures were recorded to compare with; values outside 0 to 1 are clipped."
     if {"real_images", "real_labels"} <= tensors.keys():
-        places = [(tensors["real_labels"] == label).nonzero()[:, 0].tolist() for label in labels]
+        real_labels = tensors["real_labels"].tolist()
+        places = [[place for place, own in enumerate(real_labels) if own == label] for label in labels]
         chosen = [found[labels[:n].count(labels[n]) % len(found)] if found else None for n, found in enumerate(places)]
         pictures = [None if place is None else tensors["real_images"][place] for place in chosen]
         rows.append(_row("real", ' class="real"', pictures, names))
-        real = "The last row holds real pictures of the same classes."
+        real = f"The last row holds real pictures of {'the first label' if several else 'the same classes'}."
     client = next((line["clients"][0] for line in run.lines if line["round"] == round and line.get("clients")), None)
     maker = "one client" if client is None else f"client {client}"
     head = "".join(f'<th scope="col">{text(name)}</th>' for name in names)
     caption = (
         f"What {maker} generated in round {round} ({readings.name(run)}, seed {run.experiment.seed}): from noise, "
-        f"step by step, towards the class named above each column. {real} To the eye they may stay noise: they are "
+        f"step by step, towards what is named above each column. {real} To the eye they may stay noise: they are "
         "made to convince the global model, not people."
     )
     return (

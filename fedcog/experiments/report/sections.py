@@ -11,6 +11,7 @@ from fedcog.experiments.report.markup import figure, listed, table, text
 from fedcog.experiments.report.readings import Federation
 from fedcog.experiments.run import Run
 from fedcog.experiments.summary import Group
+from fedcog.task import MEASURES
 
 PARTITIONS = 6  # more are only counted
 CELLS = 20_000  # a table of more is left out: it weighs megabytes, and nobody reads it
@@ -75,14 +76,14 @@ def clients(groups: Sequence[Group]) -> str:
     if not any(curves for _, curves in scored):
         return content + "<p>The clients' local models were not evaluated, so there is nothing to compare.</p>"
     content += (
-        "<p><em>Own label mix</em> is accuracy on the test set with every class weighted by its share of the client's "
+        "<p><em>Own label mix</em> is the score on the test set with every class weighted by its share of the client's "
         "examples. <em>Before</em> is the global model as the client received it, <em>after</em> the local model that "
         "came of it.</p>"
     )
     for each, curves in scored:
         if curves:
             drawn = figure(
-                figures.curves_figure(curves, "accuracy (%)", percent=True, whole_range=True),
+                figures.curves_figure(curves, f"{MEASURES[each.runs[0].measure]} (%)", percent=True, whole_range=True),
                 "Mean over the round's clients and seeds; band ± one standard deviation.",
             )
             content += f'<h3>{text(each.label)}</h3><div class="figures">{drawn}{_dumbbell(each)}</div>'
@@ -90,10 +91,11 @@ def clients(groups: Sequence[Group]) -> str:
 
 
 def _local_curves(each: Group) -> list[Curve]:
+    measure = each.runs[0].measure
     named = {
-        "own label mix, before": "own_accuracy_before",
-        "own label mix, after": "own_accuracy",
-        "whole test set, after": "accuracy",
+        "own label mix, before": f"own_{measure}_before",
+        "own label mix, after": f"own_{measure}",
+        "whole test set, after": measure,
     }
     found = [
         Curve(label, readings.over_rounds(each.runs, lambda line, name=name: readings.local(line, name)), look(number))  # type: ignore[misc]
@@ -105,15 +107,16 @@ def _local_curves(each: Group) -> list[Curve]:
 def _dumbbell(each: Group) -> str:
     """Before and after for every client of the last evaluated round of the group's first run that has one."""
     for run in each.runs:
+        own, name = f"own_{run.measure}", MEASURES[run.measure]
         for line in reversed(run.lines):
             clients = [
-                (local["client"], local["own_accuracy_before"], local["own_accuracy"])
+                (local["client"], local[f"{own}_before"], local[own])
                 for local in line.get("local", ())
-                if local.get("own_accuracy") is not None and local.get("own_accuracy_before") is not None
+                if local.get(own) is not None and local.get(f"{own}_before") is not None
             ]
             if clients:
-                words = f"Each client of round {line['round']} (seed {run.experiment.seed}): accuracy before and after."
-                return figure(figures.dumbbell_figure(clients), words)
+                words = f"Each client of round {line['round']} (seed {run.experiment.seed}): {name} before and after."
+                return figure(figures.dumbbell_figure(clients, name), words)
     return ""
 
 

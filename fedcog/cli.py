@@ -272,11 +272,12 @@ def _partition(options: argparse.Namespace, rest: list[str]) -> int:
     shares = share_out(experiment, dataset)
     task = task_of(len(dataset.classes), dataset.several)
     counts = torch.stack([task.counts(dataset.train_y[one]) for one in shares])
-    console.partition(counts, dataset.classes)
+    noun = "labels" if dataset.several else "examples"
+    console.partition(counts, dataset.classes, noun)
     if options.figure:
         from fedcog.experiments.report import partition_figure  # draws: loads matplotlib
 
-        record.write_file(Path(options.figure), partition_figure(counts, dataset.classes).encode())
+        record.write_file(Path(options.figure), partition_figure(counts, dataset.classes, noun).encode())
         console.say(f"figure: {options.figure}", "auto")
     return 0
 

@@ -318,10 +318,10 @@ def data_sets(data_dir: str | None) -> None:
     _out.print(table)
 
 
-def partition(counts: Tensor, classes: Sequence[str]) -> None:
-    """Examples per client and class; where that is too wide, how many classes each client holds."""
+def partition(counts: Tensor, classes: Sequence[str], noun: str = "examples") -> None:
+    """Examples, or labels, per client and class; where that is too wide, how many classes each client holds."""
     if sum(max(len(name), 4) + 3 for name in classes) + 20 > _out.width:
-        table = Table("client", "examples", "classes", "most of", "share", title="what each client holds")
+        table = Table("client", noun, "classes", "most of", "share", title="what each client holds")
         for client, row in enumerate(counts.tolist()):
             most = max(range(len(row)), key=row.__getitem__)
             share = f"{100 * row[most] / max(1, sum(row)):.0f}%"
@@ -329,7 +329,7 @@ def partition(counts: Tensor, classes: Sequence[str]) -> None:
             table.add_row(str(client), str(sum(row)), str(held), classes[most], share)
         _out.print(table)
         return
-    table = Table("client", *classes, "all", title="examples per client and class", title_justify="left")
+    table = Table("client", *classes, "all", title=f"{noun} per client and class", title_justify="left")
     for client, row in enumerate(counts.tolist()):
         table.add_row(str(client), *(str(count) if count else "·" for count in row), str(sum(row)))
     table.add_row("all", *(str(count) for count in counts.sum(0).tolist()), str(int(counts.sum())), style="bold")

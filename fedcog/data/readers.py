@@ -5,7 +5,7 @@ import importlib.util
 import math
 import zlib
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, Literal, cast
 
 import numpy as np
 import torch
@@ -97,8 +97,8 @@ def _checked(path: Path, labels: Tensor, classes: int) -> Tensor:
     return labels.long()
 
 
-def _records(path: Path, count: int, heads: int, classes: int) -> tuple[Tensor, Tensor]:
-    """Images and labels of a CIFAR file: `heads` label bytes, the last of them wanted, then the pixels."""
+def _records(path: Path, count: int, heads: int, wanted: int, classes: int) -> tuple[Tensor, Tensor]:
+    """Images and labels of a CIFAR file: `heads` label bytes, one of them wanted, then the pixels."""
     width = heads + 3072
     try:
         size = path.stat().st_size
@@ -108,7 +108,7 @@ def _records(path: Path, count: int, heads: int, classes: int) -> tuple[Tensor, 
         records = torch.from_numpy(np.fromfile(path, np.uint8, count * width).reshape(count, width))
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read ({error}): fetch it again") from error
-    labels = _checked(path, records[:, heads - 1], classes)
+    labels = _checked(path, records[:, wanted], classes)
     return records[:, heads:].reshape(count, 3, 32, 32), labels
 
 
@@ -122,9 +122,9 @@ def _names(path: Path, known: str) -> tuple[str, ...]:
 def read_cifar10(folder: str | Path, *, sizes: tuple[int, int] = (50_000, 10_000)) -> Dataset:
     """CIFAR-10 from its six binary files; sizes: training (over five files) and test examples expected."""
     folder = Path(folder)
-    batches = [_records(folder / f"data_batch_{i}.bin", sizes[0] // 5, 1, 10) for i in range(1, 6)]
+    batches = [_records(folder / f"data_batch_{i}.bin", sizes[0] // 5, 1, 0, 10) for i in range(1, 6)]
     images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    test = _records(folder / "test_batch.bin", sizes[1], 1, 10)
+    test = _records(folder / "test_batch.bin", sizes[1], 1, 0, 10)
     names = _names(folder / "batches.meta.txt", CIFAR10_NAMES)
     mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
     return Dataset("cifar10", images, labels, *test, names, mean, std, augment=True)
@@ -133,11 +133,18 @@ def read_cifar10(folder: str | Path, *, sizes: tuple[int, int] = (50_000, 10_000
 def read_cifar100(folder: str | Path, *, sizes: tuple[int, int] = (50_000, 10_000)) -> Dataset:
     """CIFAR-100, fine labels, from its two binary files; sizes: training and test examples expected."""
     folder = Path(folder)
-    train = _records(folder / "train.bin", sizes[0], 2, 100)
-    test = _records(folder / "test.bin", sizes[1], 2, 100)
+    train, test = (
+        cifar100_records(folder / name, size, "fine")
+        for name, size in zip(("train.bin", "test.bin"), sizes, strict=True)
+    )
     names = _names(folder / "fine_label_names.txt", CIFAR100_NAMES)
     mean, std = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
     return Dataset("cifar100", *train, *test, names, mean, std, augment=True)
+
+
+def cifar100_records(path: Path, count: int, labels: Literal["fine", "coarse"]) -> tuple[Tensor, Tensor]:
+    """So many images of a CIFAR-100 file, with their classes or with their superclasses."""
+    return _records(path, count, 2, 1, 100) if labels == "fine" else _records(path, count, 2, 0, 20)
 
 
 def read_digits() -> Dataset:

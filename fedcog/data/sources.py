@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import gzip
 import hashlib
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from fedcog.data.datasets import DataError, Dataset
 from fedcog.data.download import File, Progress, download, extract
+from fedcog.data.mosaics import read_mosaics
 from fedcog.data.readers import read_cifar10, read_cifar100, read_digits, read_fashion_mnist
 from fedcog.data.registries import cifar10_from_npm, fashion_from_debian
 
@@ -298,3 +300,12 @@ SOURCES: dict[str, Source] = {
         files=(File(TORONTO + "cifar-100-binary.tar.gz", "03b5dce01913d631647c71ecec9e9cb8", 168_513_733),),
     ),
 }
+SOURCES["mosaics"] = dataclasses.replace(
+    SOURCES["cifar100"],
+    title="mosaics of CIFAR-100, several labels each, by users: a stand-in for FLAIR",
+    reader=read_mosaics,
+    train_size=15_232,
+    test_size=3_046,
+    input_shape=(3, 64, 64),
+    classes=17,
+)

@@ -207,6 +207,7 @@ class Prepared:
         return tensors, {
             "dataset": self.dataset.name,
             "classes": list(self.dataset.classes),
+            "several": self.dataset.several,
             "test_examples": len(self.dataset.test_y),
             "parameters": sum(value.numel() for value in self.model.params.values()),
             "model": self.model_name,
@@ -285,7 +286,7 @@ def model_name(experiment: Experiment, shape: tuple[int, ...]) -> str:
     """The network's name; `auto` is the paper's for the data set, and for others what fits the shape."""
     if experiment.model != "auto":
         return experiment.model
-    known = {"digits": "small", "fashion-mnist": "cnn", "cifar10": "cnn", "cifar100": "cnn3"}
+    known = {"digits": "small", "fashion-mnist": "cnn", "cifar10": "cnn", "cifar100": "cnn3", "mosaics": "cnn3"}
     return known.get(experiment.dataset, "cnn" if len(shape) == 3 and min(shape[1:]) >= 16 else "mlp")
 
 

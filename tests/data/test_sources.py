@@ -481,7 +481,7 @@ def test_a_missing_set_without_a_folder_given(tmp_path: Path, tiny: Source, monk
 
 def test_an_unknown_name_lists_the_known() -> None:
     for call in (load, locate, fetch):
-        with pytest.raises(DataError, match=r"'mnist'.*digits, fashion-mnist, cifar10, cifar100"):
+        with pytest.raises(DataError, match=r"'mnist'.*digits, fashion-mnist, cifar10, cifar100, mosaics"):
             call("mnist")
 
 

@@ -131,12 +131,12 @@ def curves_figure(
     return drawing.svg
 
 
-def partition_figure(counts: Tensor, classes: Sequence[str]) -> Plot:
-    """Examples per client and class as a heat map, with the numbers where they fit, under each client's total."""
+def partition_figure(counts: Tensor, classes: Sequence[str], noun: str = "examples") -> Plot:
+    """Examples, or labels, per client and class as a heat map, with the numbers where they fit, under each client's total."""
     clients, labels = counts.shape
     width, rows = 4.4, min(max(0.24 * labels, 1.2), 4.2)
     names = [_short(name) for name in classes]
-    about = f"Examples per client and class: {clients} clients, {labels} classes, {int(counts.sum())} examples"
+    about = f"{noun.title()} per client and class: {clients} clients, {labels} classes, {int(counts.sum())} {noun}"
     with drawing_of((width, rows + 1.5), about) as drawing:
         figure = drawing.figure
         above, axes = figure.subplots(2, 1, sharex=True, height_ratios=[0.7, rows])
@@ -169,7 +169,7 @@ def partition_figure(counts: Tensor, classes: Sequence[str]) -> Plot:
         axes.set_ylabel("class")
         if room < 5.5:
             bar = figure.colorbar(picture, ax=[above, axes], shrink=0.6, aspect=28, pad=0.02)
-            bar.set_label("examples")
+            bar.set_label(noun)
             bar.set_ticks(
                 [1, *(tick for tick in MaxNLocator(5, integer=True).tick_values(1, most) if 1 < tick <= most)]
             )

@@ -19,26 +19,27 @@ CELLS = 20_000  # a table of more is left out: it weighs megabytes, and nobody r
 
 def partition(runs: Sequence[Run], federations: Sequence[Federation]) -> str:
     """Examples per client and class: a figure and a table of each partition, with the seeds that share it."""
-    found: dict[str, tuple[Tensor, list[str], list[Run]]] = {}
+    found: dict[str, tuple[Tensor, list[str], list[Run], str]] = {}
     for run, (tensors, about) in zip(runs, federations, strict=True):
         if "counts" in tensors and tensors["counts"].dim() == 2 and tensors["counts"].numel():
             counts = tensors["counts"]
             names = [str(name) for name in about.get("classes", ())]
             names += [str(label) for label in range(len(names), counts.shape[1])]
-            found.setdefault(repr((counts.tolist(), names)), (counts, names, []))[2].append(run)
-    if found and not any(int(counts.sum()) for counts, _, _ in found.values()):
+            noun = "labels" if about.get("several") else "examples"
+            found.setdefault(repr((counts.tolist(), names)), (counts, names, [], noun))[2].append(run)
+    if found and not any(int(counts.sum()) for counts, *_ in found.values()):
         return "<p>Nobody but the clients knows what they hold.</p>"
     if not found:
         return "<p>The runs have not recorded who holds what (federation.safetensors is missing or empty).</p>"
     drawn = ""
-    for counts, names, members in list(found.values())[:PARTITIONS]:
+    for counts, names, members, noun in list(found.values())[:PARTITIONS]:
         seeds = dict.fromkeys(run.experiment.seed for run in members)
         caption = (
-            f"Training examples per client and class (white: none), and each client's total above. "
-            f"{int(counts.sum()):,} examples, {counts.shape[0]} clients, {counts.shape[1]} classes; "
+            f"Training {noun} per client and class (white: none), and each client's total above. "
+            f"{int(counts.sum()):,} {noun}, {counts.shape[0]} clients, {counts.shape[1]} classes; "
             f"{members[0].experiment.partition_rule}; {'seeds' if len(seeds) > 1 else 'seed'} {listed(seeds)}."
         )
-        drawn += figure(partition_figure(counts, names), caption, _counts(counts, names))
+        drawn += figure(partition_figure(counts, names, noun), caption, _counts(counts, names))
     more = len(found) - PARTITIONS
     rest = f"<p>{more} more partition{'s are' if more > 1 else ' is'} not shown.</p>" if more > 0 else ""
     return f'<div class="figures">{drawn}</div>{rest}'

@@ -11,6 +11,7 @@ from torch.func import functional_call
 from torch.nn.modules.conv import _ConvNd
 
 from fedcog.layers import Layers
+from fedcog.resnet import resnet18, resnet18_gn
 from fedcog.tree import Params
 
 
@@ -317,6 +318,8 @@ MODELS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
     "cnn3": cnn3,
     "small": small,
     "mlp": mlp,
+    "resnet18": resnet18,
+    "resnet18-gn": resnet18_gn,
 }
 
 

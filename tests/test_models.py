@@ -1,9 +1,15 @@
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from fedcog.algorithms import FedAvg
+from fedcog.experiments.pretrained import pretrained
 from fedcog.models import Model, ModelError, build
+from fedcog.testing import CLASSES, Small, images, worst
 from tests.user_models import USER_MODELS
 
 
@@ -226,3 +232,97 @@ def test_what_an_input_costs_is_what_torch_counts(name: str, shape: tuple[int, .
         model.predict(model.params | model.buffers, torch.zeros(7, *shape))
     assert 7 * model.cost == counted.get_total_flops() > 0
     assert not any(layer._forward_hooks for layer in model._eval.modules())
+
+
+def torchvisions() -> dict[str, tuple[int, ...]]:
+    """Names and shapes of torchvision's resnet18, written down from its documentation's network."""
+    found: dict[str, tuple[int, ...]] = {"conv1.weight": (64, 3, 7, 7), "fc.weight": (1000, 512), "fc.bias": (1000,)}
+
+    def norm(name: str, width: int) -> None:
+        found.update({f"{name}.{part}": (width,) for part in ("weight", "bias", "running_mean", "running_var")})
+        found[f"{name}.num_batches_tracked"] = ()
+
+    norm("bn1", 64)
+    for stage, (inside, width) in enumerate([(64, 64), (64, 128), (128, 256), (256, 512)], 1):
+        for block in (0, 1):
+            name = f"layer{stage}.{block}"
+            found[f"{name}.conv1.weight"] = (width, inside if block == 0 else width, 3, 3)
+            found[f"{name}.conv2.weight"] = (width, width, 3, 3)
+            norm(f"{name}.bn1", width)
+            norm(f"{name}.bn2", width)
+        if stage > 1:
+            found[f"layer{stage}.0.downsample.0.weight"] = (width, inside, 1, 1)
+            norm(f"layer{stage}.0.downsample.1", width)
+    return found
+
+
+def test_resnet18_has_the_names_and_shapes_of_torchvisions() -> None:
+    network = build("resnet18", (3, 64, 64), 1000, seed=0)
+    assert {name: tuple(value.shape) for name, value in network.state_dict().items()} == torchvisions()
+    assert sum(value.numel() for value in network.parameters()) == 11_689_512
+
+
+def checkpoint(path: Path, **changes: torch.Tensor | None) -> Path:
+    """A file such as `save_file(torchvision.models.resnet18().state_dict(), path)` would be."""
+    draw = torch.Generator().manual_seed(1)
+    tensors = {name: torch.rand(shape, generator=draw) for name, shape in torchvisions().items()}
+    tensors = {name: value.long() if name.endswith("tracked") else value for name, value in tensors.items()}
+    chosen = {name: value for name, value in (tensors | changes).items() if value is not None}
+    save_file(chosen, path)
+    return path
+
+
+def test_a_torchvision_checkpoint_loads_but_for_a_head_of_other_classes(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "resnet18.safetensors")
+    fresh = build("resnet18", (3, 64, 64), 17, seed=0)
+    found, digest = pretrained(fresh, path, 17)
+    before, after, wanted = fresh.state_dict(), found.state_dict(), load_file(path)
+    for name, value in after.items():
+        if name.startswith("fc.") or name.endswith("tracked"):
+            assert torch.equal(value, before[name])
+        else:
+            assert torch.equal(value, wanted[name]) and not torch.equal(value, before[name])
+    whole, other = pretrained(build("resnet18", (3, 64, 64), 1000, seed=0), path, 1000)
+    assert torch.equal(whole.state_dict()["fc.weight"], wanted["fc.weight"]) and digest != other
+    headless = checkpoint(tmp_path / "headless.safetensors", **{"fc.weight": None, "fc.bias": None})
+    assert pretrained(fresh, headless, 17)[1] == digest
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"layer1.0.conv1.weight": None}, "'layer1.0.conv1.weight' is missing"),
+        ({"layer1.0.conv1.weight": torch.zeros(64, 64, 5, 5)}, r"in shape \(64, 64, 5, 5\), and it needs"),
+        ({"layer9.weight": torch.zeros(2)}, "has no such tensor"),
+        ({"bn1.weight": torch.full((64,), torch.nan)}, "'bn1.weight' that are not finite"),
+    ],
+)
+def test_weights_of_another_network_are_refused(
+    changes: dict[str, torch.Tensor | None], why: str, tmp_path: Path
+) -> None:
+    path = checkpoint(tmp_path / "odd.safetensors", **changes)
+    with pytest.raises(ModelError, match=why):
+        pretrained(build("resnet18", (3, 64, 64), 17, seed=0), path, 17)
+
+
+def test_what_is_no_file_of_weights_is_refused(tmp_path: Path) -> None:
+    network = build("small", (1, 8, 8), 10, seed=0)
+    (tmp_path / "odd").write_bytes(b"\x80\x04pickle")
+    for name in ("odd", "nowhere"):
+        with pytest.raises(ModelError, match="no safetensors file that can be read"):
+            pretrained(network, tmp_path / name, 10)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet18-gn"])
+def test_resnet18_trains_together_as_alone_and_its_statistics_travel(name: str) -> None:
+    data = images(train=24, test=4, shape=(3, 16, 16))
+    network = build(name, (3, 16, 16), CLASSES, seed=0)
+    runs = [
+        Small(FedAvg(), mapping, dataset=data, module=network, sizes=(14, 10), steps=2, rounds=1, batch=4)
+        for mapping in ("loop", "vmap")
+    ]
+    before = {key: value.clone() for key, value in runs[0].server["buffers"].items()}
+    assert worst(*(run.everything() for run in runs)) < 1e-9
+    after = runs[0].server["buffers"]
+    assert len(after) == (40 if name == "resnet18" else 0)
+    assert all(not torch.equal(value, before[key]) for key, value in after.items())

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from safetensors.torch import save_file
 from scipy.special import expit
 from scipy.stats import entropy
 from sklearn.metrics import average_precision_score, f1_score, log_loss, precision_recall_fscore_support
@@ -19,7 +20,8 @@ from fedcog import Experiment, FedCOG, FedProx, tree
 from fedcog.data import DataError, from_arrays
 from fedcog.data.partition import PartitionError
 from fedcog.experiments.config import layers, make_algorithm
-from fedcog.experiments.record import RunDirectory
+from fedcog.experiments.record import RecordError, RunDirectory
+from fedcog.models import build
 from fedcog.settings import ConfigError
 from fedcog.task import MARKS, MEASURES, MultiLabel
 from fedcog.testing import COG, Small, several, worst
@@ -162,8 +164,6 @@ def test_a_run_says_what_scikit_learn_would(tmp_path: Path) -> None:
 
 def predictions(path: Path, data: fedcog.Dataset) -> np.ndarray:
     """The outputs of the network in a run's checkpoint, by plain torch."""
-    from fedcog.models import build
-
     checkpoint = RunDirectory(path).load()
     assert checkpoint is not None
     network = build("small", data.input_shape, CLASSES, 0)
@@ -225,3 +225,18 @@ def test_labels_may_be_given_as_sets_of_names_or_as_rows() -> None:
 def test_labels_that_are_neither_are_refused(make: Callable[[torch.Tensor], object], why: str) -> None:
     with pytest.raises(DataError, match=why):
         make(torch.zeros(3, 1, 8, 8, dtype=torch.uint8))
+
+
+def test_a_run_begins_with_the_weights_it_is_given(tmp_path: Path) -> None:
+    """One round of one tiny step from them ends near them; another file is another run."""
+    data = several(train=60, test=20)
+    given = build("small", data.input_shape, CLASSES, seed=7).state_dict()
+    save_file(given, tmp_path / "given.safetensors")
+    one = experiment(rounds=1, local_steps=1, lr=1e-9, pretrained=str(tmp_path / "given.safetensors"))
+    run = fedcog.run(one, tmp_path / "run", data=data, report=False)
+    checkpoint = RunDirectory(run.path).load()
+    assert checkpoint is not None
+    assert all(torch.allclose(value, given[name], atol=1e-6) for name, value in checkpoint.server["params"].items())
+    save_file({name: 2 * value for name, value in given.items()}, tmp_path / "given.safetensors")
+    with pytest.raises(RecordError, match="network"):
+        fedcog.run(one, tmp_path / "run", data=data, report=False, resume=True)

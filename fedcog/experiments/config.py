@@ -54,6 +54,7 @@ class Experiment:
     augment: Literal["auto", "on", "off"] = setting("auto", "random crop and flip in training; auto: as the data set")
 
     model: str = setting("auto", "network: see `fedcog list`; auto: the paper's for the data set")
+    pretrained: str = setting("", "safetensors file with the weights that the network begins with")
     rounds: int = setting(70, "communication rounds", ">= 1", identity=False)
     participation: float = setting(1.0, "share of the clients that takes part in a round", "> 0", "<= 1")
     selection: Literal["uniform", "power-of-choice"] = setting("uniform", "how the clients of a round are chosen")

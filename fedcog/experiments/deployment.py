@@ -64,6 +64,7 @@ def _ready(settings: str, node: str, network: Network | None, algorithms: tuple[
     device, threads = str(here.get("device", "auto")), int(here.get("threads", 0))
     change: dict[str, Any] = {"device": device, "threads": threads, "mapping": "loop", "workers": 1}
     change |= {"data_dir": str(here["data-dir"])} if "data-dir" in here else {}
+    change |= {"pretrained": ""}  # the server has it, and sends what comes of it
     experiment = replace(experiment, **change)
     data, held = None, None
     if experiment.dataset == "custom":

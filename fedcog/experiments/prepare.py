@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fedcog.data import DataError, Dataset, FederatedData, partition, sources
 from fedcog.data.partition import Rule
 from fedcog.experiments.config import Experiment, Recorded, RecordedWrapper, layers, name_of
+from fedcog.experiments.pretrained import pretrained
 from fedcog.federation import evaluate, graphs
 from fedcog.federation.cohort import Cohort, Mapping
 from fedcog.federation.privacy import Privacy
@@ -88,6 +89,9 @@ class Prepared:
         if module is None:
             module = build(self.model_name, shape, classes, experiment.seed)
         self.network = repr(module)
+        if experiment.pretrained:
+            module, digest = pretrained(module, experiment.pretrained, classes)
+            self.network += digest
         self.model = Model(module, shape, classes, experiment.batch_size).to(self.device, dtype)
         self.task = task_of(classes, self.dataset.several)
         single = [layer.one_label for _, layer in layers(experiment.algorithm) if layer.one_label]
@@ -286,7 +290,7 @@ def model_name(experiment: Experiment, shape: tuple[int, ...]) -> str:
     """The network's name; `auto` is the paper's for the data set, and for others what fits the shape."""
     if experiment.model != "auto":
         return experiment.model
-    known = {"digits": "small", "fashion-mnist": "cnn", "cifar10": "cnn", "cifar100": "cnn3", "mosaics": "cnn3"}
+    known = {"digits": "small", "fashion-mnist": "cnn", "cifar10": "cnn", "cifar100": "cnn3", "mosaics": "resnet18"}
     return known.get(experiment.dataset, "cnn" if len(shape) == 3 and min(shape[1:]) >= 16 else "mlp")
 
 

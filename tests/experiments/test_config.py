@@ -85,7 +85,7 @@ def test_all_faults_at_once() -> None:
         "unknown setting 'fedprox.nu'",
         "fedcog.source needs one of global+local, global, noise, not 'magic'.",
         "unknown data set 'cifar11': did you mean cifar10 or cifar100?",
-        "unknown model 'gpt': known are auto, cnn, cnn3, small, mlp.",
+        "unknown model 'gpt': known are auto, cnn, cnn3, small, mlp, resnet18, resnet18-gn.",
     ]
     for text in expected:
         assert any(text in fault for fault in found), text

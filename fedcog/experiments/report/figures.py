@@ -132,7 +132,7 @@ def curves_figure(
 
 
 def partition_figure(counts: Tensor, classes: Sequence[str], noun: str = "examples") -> Plot:
-    """Examples, or labels, per client and class as a heat map, with the numbers where they fit, under each client's total."""
+    """Examples or labels per client and class as a heat map, with the numbers where they fit, under clients' totals."""
     clients, labels = counts.shape
     width, rows = 4.4, min(max(0.24 * labels, 1.2), 4.2)
     names = [_short(name) for name in classes]

@@ -199,7 +199,7 @@ class MultiLabel:
 
     def score(self, hits: Tensor, totals: Tensor, mix: Tensor | None = None) -> float:
         """F1 over all decisions (micro): 2 TP / (found + there), each class counted by its share of the label mix."""
-        share = torch.ones_like(totals).double() if mix is None else mix.double() / mix.sum()
+        share = torch.ones_like(totals).double() if mix is None else mix.double() / mix.sum().clamp(min=1)
         right, found = hits
         return float(_ratio((2 * right * share).sum(), ((found + totals) * share).sum()))
 

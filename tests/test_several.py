@@ -1,5 +1,6 @@
 """Examples of several labels: what they mean, against scikit-learn, SciPy and a pencil, and whole runs with them."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -138,6 +139,16 @@ def test_fedcog_distils_on_what_it_generates_for_rows_of_labels() -> None:
     real = torch.nn.functional.binary_cross_entropy_with_logits(outputs["logits"], batch["y"].double())
     wanted = (1 - share) * real + share * kl.sum(-1).mean()
     assert float(COG.data_loss(outputs, batch, site)) == pytest.approx(float(wanted), rel=1e-9)
+
+
+def test_a_client_whose_examples_have_no_label_trains_like_any_other() -> None:
+    data = several()
+    rows = data.train_y.clone()
+    rows[:50] = False  # all of the first client's
+    small = Small(COG, dataset=dataclasses.replace(data, train_y=rows), rounds=3)
+    lines = [done.line for done in small.run()]
+    assert all(math.isfinite(line["loss"]) for line in lines)
+    assert lines[-1]["local"][0]["own_o_f1"] == 0  # of nothing
 
 
 def experiment(**own: object) -> Experiment:

@@ -179,4 +179,5 @@ class FedCOG(Wrapper):
         if self.weighting == "fixed":
             return 1.0, self.lambda_kd
         there, missing = site.counts.sum().to(site.lr.dtype), site.task.missing(site.counts).sum()
-        return there / (there + missing), missing / (there + missing)
+        whole = there + missing  # none, if none of the client's examples has a label
+        return torch.where(whole > 0, there / whole.clamp(min=1), 1), missing / whole.clamp(min=1)

@@ -172,10 +172,13 @@ class Prepared:
         if len(data.validation):
             held_out = data.validation.to(data.train_x.device)
             sets["validation"] = data.train_x[held_out], data.train_y[data.validation]
+        marks: Params = {}
+        if self.dataset.several:  # whose marks need all outputs at once
+            x, y = sets.pop("test")
+            logits = evaluate.outputs(self.model, data, weights, x)
+            marks = {"test": self.task.hits(logits, y)} | self.task.marks(logits, y)
         found = {name: evaluate.hits(self.model, self.task, data, weights, x, y) for name, (x, y) in sets.items()}
-        if self.dataset.several:
-            found |= self.task.marks(evaluate.outputs(self.model, data, weights, data.test_x), data.test_y)
-        return found
+        return found | marks
 
     def scores(self, hits: Params) -> dict[str, float]:
         """Its scores on the test set, and on the held-out validation examples where there are any."""

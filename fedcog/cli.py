@@ -16,11 +16,11 @@ import fedcog
 from fedcog import console, flags, settings
 from fedcog.algorithms import ALGORITHMS, Algorithm
 from fedcog.data import SOURCES, DataError, PartitionError, sources
-from fedcog.experiments import deploy, paper, plan, record, reproduce, smoke, summary
+from fedcog.experiments import deploy, paper, plan, record, reproduce, smoke, summary, theory
 from fedcog.experiments.catalogue import catalogue, markdown
 from fedcog.experiments.compare import compare, places
 from fedcog.experiments.config import Experiment, name_of, read_experiment
-from fedcog.experiments.prepare import check_ready, check_runnable, share_out
+from fedcog.experiments.prepare import check_ready, check_runnable, share_out, surroundings
 from fedcog.experiments.record import RecordError, RunDirectory
 from fedcog.experiments.results import Results
 from fedcog.experiments.run import default_out, read, run
@@ -282,6 +282,24 @@ def _partition(options: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
+def _theory(options: argparse.Namespace, rest: list[str]) -> int:
+    _nothing_else(rest)
+    numbers = {name: getattr(options, name) for name in ("clients", "rounds", "steps", "batch", "repeats")}
+    faults = [
+        f"{name} needs a whole number from 1 to 10000, not {n}." for name, n in numbers.items() if not 0 < n <= 10**4
+    ]
+    faults += [] if 0 <= options.seed < 2**63 else [f"seed needs a whole number from 0 on, not {options.seed}."]
+    faults += [] if 0 <= options.lr < 1e6 else [f"lr needs a number from 0 on, not {options.lr:g}."]
+    if faults:
+        raise ConfigError(faults)
+    plan = theory.Plan(**numbers, seed=options.seed)
+    networks: list[theory.Network] = ["linear", "mlp"] if options.network == "both" else [options.network]
+    with surroundings(1):  # of numbers so few, one thread makes short work
+        for network in networks:
+            console.theory(theory.measure(network, sources.load("digits"), plan, options.lr), plan)
+    return 0
+
+
 def _data(options: argparse.Namespace, rest: list[str]) -> int:
     _nothing_else(rest)
     if options.action == "list":
@@ -384,6 +402,26 @@ def _parser(algorithms: Mapping[str, type[Algorithm]]) -> argparse.ArgumentParse
     shares = _command_parser(commands, "partition", _partition, "show who would hold what", "[FILE.toml]")
     shares.add_argument("--figure", metavar="FILE.svg", help="draw it, too")
     flags.add_experiment(shares, algorithms)
+
+    words = (
+        "the paper's convergence bound and largest step beside what is measured, under its own assumptions, on digits"
+    )
+    bound = _command_parser(commands, "theory", _theory, words)
+    usual = theory.Plan()
+    bound.add_argument(
+        "--network",
+        choices=("linear", "mlp", "both"),
+        default="both",
+        help="a convex problem, a small network, or both",
+    )
+    for flag, name in {"clients": "clients", "rounds": "rounds", "local-steps": "steps", "batch-size": "batch"}.items():
+        default = getattr(usual, name)
+        bound.add_argument(f"--{flag}", dest=name, type=int, default=default, metavar="N", help=f"default: {default}")
+    bound.add_argument("--repeats", type=int, default=usual.repeats, metavar="N", help="runs that are averaged over")
+    bound.add_argument("--seed", type=int, default=0, help="default: 0")
+    bound.add_argument(
+        "--lr", type=float, default=0.0, help="default: nine tenths of the largest step that the theorem admits"
+    )
 
     there = commands.add_parser("deploy", help="lay out a federation of real machines, on Flower")
     steps = there.add_subparsers(title="actions", metavar="ACTION", required=True)

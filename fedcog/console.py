@@ -26,6 +26,7 @@ from fedcog.experiments.config import Experiment, layers, name_of, own_settings
 from fedcog.experiments.plan import Done
 from fedcog.experiments.run import Run
 from fedcog.experiments.study import Study
+from fedcog.experiments.theory import Finding, Plan
 from fedcog.models import MODELS
 from fedcog.task import MEASURES, measure_of
 
@@ -315,6 +316,32 @@ def data_sets(data_dir: str | None) -> None:
         where = "embedded (scikit-learn)" if name == "digits" else str(place or f"missing; fedcog data get {name}")
         shape = "x".join(str(side) for side in source.input_shape)
         table.add_row(name, f"{source.train_size:,}", f"{source.test_size:,}", shape, str(source.classes), where)
+    _out.print(table)
+
+
+def theory(found: Finding, plan: Plan) -> None:
+    """The theorem's constants, its largest step and its bound, beside what was measured."""
+    known, convex = found.constants, found.network == "linear"
+    what = "linear model (convex)" if convex else "small network"
+    title = f"{what}: {plan.rounds} rounds of {plan.steps} steps, {plan.clients} clients of two classes of digits"
+    table = Table("", "", "", title=title, title_justify="left", show_header=False)
+    admitted = known.largest_step(plan.steps)
+    over = "" if found.lr <= admitted * (1 + 1e-9) else ", more than is admitted: the bound need not hold"
+    rows = {
+        "L": (known.smoothness, "smoothness of every client's loss" + (", a bound" if convex else ", the largest met")),
+        "sigma^2": (known.variance, "variance of a batch's gradient, the largest met"),
+        "kappa^2": (known.kappa, "dissimilarity of clients' gradients, the largest met; beta^2 = 1"),
+        "Phi - inf": (known.gap, "loss at the start; it is never below 0"),
+        "largest step": (admitted, "that the theorem admits, with these constants"),
+        "step": (found.lr, f"that was taken{over}"),
+        "bound": (found.bound, "of the smallest squared gradient, by the theorem"),
+        "smallest": (found.smallest, f"squared gradient of any round, mean over {plan.repeats} runs"),
+        "mean": (found.mean, "of all rounds"),
+        "Q": (found.distilled, "the distillation term at a round's start; the lemma has it at 0"),
+        "rises": (found.rises, "of the loss when inputs are renewed; the lemma forbids them"),
+    }
+    for name, (value, words) in rows.items():
+        table.add_row(name, f"{value:.4g}", words)
     _out.print(table)
 
 

@@ -420,7 +420,7 @@ def _parser(algorithms: Mapping[str, type[Algorithm]]) -> argparse.ArgumentParse
     bound.add_argument("--repeats", type=int, default=usual.repeats, metavar="N", help="runs that are averaged over")
     bound.add_argument("--seed", type=int, default=0, help="default: 0")
     bound.add_argument(
-        "--lr", type=float, default=0.0, help="default: nine tenths of the largest step that the theorem admits"
+        "--lr", type=float, default=0.0, help="default: four fifths of the largest step that the theorem admits"
     )
 
     there = commands.add_parser("deploy", help="lay out a federation of real machines, on Flower")

@@ -74,14 +74,14 @@ class Finding(NamedTuple):
 
 
 def measure(network: Network, dataset: Dataset, plan: Plan = Plan(), lr: float = 0.0) -> Finding:  # noqa: B008
-    """The theorem on a data set shared out by label, two classes a client; `lr` 0: nine tenths of the largest step.
+    """The theorem on a data set shared out by label, two classes a client; `lr` 0: four fifths of the largest step.
 
     L is only known after the way has been gone: the step goes by a short first run, and may turn out too large after
     all. The bound is that of the constants met in the runs that are measured.
     """
     problem = Problem(network, dataset, plan)
     first = problem.run(0, _first_step(problem, plan), plan._replace(rounds=2)).constants
-    step = lr or 0.9 * first.largest_step(plan.steps)
+    step = lr or 0.8 * first.largest_step(plan.steps)
     runs = [problem.run(repeat, step, plan) for repeat in range(plan.repeats)]
     met = [run.constants for run in runs]
     most = Constants(*(max(values) for values in zip(*met, strict=True)))

@@ -285,11 +285,17 @@ def _partition(options: argparse.Namespace, rest: list[str]) -> int:
 def _theory(options: argparse.Namespace, rest: list[str]) -> int:
     _nothing_else(rest)
     numbers = {name: getattr(options, name) for name in ("clients", "rounds", "steps", "batch", "repeats")}
+    flag = {"steps": "local-steps", "batch": "batch-size"}
+    limits = dict.fromkeys(numbers, (1, 10_000)) | {"clients": (5, 100)}  # every digit is somebody's
     faults = [
-        f"{name} needs a whole number from 1 to 10000, not {n}." for name, n in numbers.items() if not 0 < n <= 10**4
+        f"{flag.get(name, name)} needs a whole number from {limits[name][0]} to {limits[name][1]}, not {number}."
+        for name, number in numbers.items()
+        if not limits[name][0] <= number <= limits[name][1]
     ]
-    faults += [] if 0 <= options.seed < 2**63 else [f"seed needs a whole number from 0 on, not {options.seed}."]
-    faults += [] if 0 <= options.lr < 1e6 else [f"lr needs a number from 0 on, not {options.lr:g}."]
+    if not 0 <= options.seed < 2**63:
+        faults.append(f"seed needs a whole number from 0 to 2^63 - 1, not {options.seed}.")
+    if not 0 <= options.lr < 1e6:
+        faults.append(f"lr needs a number from 0 to a million, not {options.lr:g}.")
     if faults:
         raise ConfigError(faults)
     plan = theory.Plan(**numbers, seed=options.seed)

@@ -286,6 +286,11 @@ def test_a_torchvision_checkpoint_loads_but_for_a_head_of_other_classes(tmp_path
     assert torch.equal(whole.state_dict()["fc.weight"], wanted["fc.weight"]) and digest != other
     headless = checkpoint(tmp_path / "headless.safetensors", **{"fc.weight": None, "fc.bias": None})
     assert pretrained(fresh, headless, 17)[1] == digest
+    half = checkpoint(tmp_path / "half.safetensors", **{"fc.weight": None, "fc.bias": torch.ones(17)})
+    assert torch.equal(pretrained(fresh, half, 17)[0].state_dict()["fc.bias"], before["fc.bias"])  # all of it, or none
+    wanted8 = {name: value.to(torch.float8_e4m3fn) for name, value in wanted.items() if value.is_floating_point()}
+    eighth = checkpoint(tmp_path / "eighth.safetensors", **wanted8)
+    assert pretrained(fresh, eighth, 17)[1] != digest
 
 
 @pytest.mark.parametrize(
@@ -294,7 +299,10 @@ def test_a_torchvision_checkpoint_loads_but_for_a_head_of_other_classes(tmp_path
         ({"layer1.0.conv1.weight": None}, "'layer1.0.conv1.weight' is missing"),
         ({"layer1.0.conv1.weight": torch.zeros(64, 64, 5, 5)}, r"in shape \(64, 64, 5, 5\), and it needs"),
         ({"layer9.weight": torch.zeros(2)}, "has no such tensor"),
-        ({"bn1.weight": torch.full((64,), torch.nan)}, "'bn1.weight' that are not finite"),
+        ({"bn1.weight": torch.full((64,), torch.nan)}, "'bn1.weight' that no finite"),
+        ({"bn1.weight": torch.full((64,), 1e300, dtype=torch.float64)}, "'bn1.weight' that no finite"),
+        ({"bn1.weight": torch.zeros(64, dtype=torch.int64)}, "'bn1.weight' that no finite"),
+        ({"fc.weight": torch.zeros(1000, 99)}, r"'fc.weight' is in shape \(1000, 99\), and it needs"),
     ],
 )
 def test_weights_of_another_network_are_refused(

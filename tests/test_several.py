@@ -217,6 +217,12 @@ def test_labels_may_be_given_as_sets_of_names_or_as_rows() -> None:
     assert named.train_y.tolist() == [[True, True], [False, True], [False, False]]
     rows = from_arrays(x, named.train_y, x, named.test_y.numpy(), classes=["boat", "sea"])
     assert torch.equal(rows.train_y, named.train_y) and rows.fingerprint == named.fingerprint
+    lists = from_arrays(x, named.train_y.tolist(), x, list(named.test_y.numpy()), classes=["boat", "sea"])
+    assert lists.fingerprint == named.fingerprint
+    objects = from_arrays(x, np.array(sets, dtype=object), x, sets, classes=np.array(["boat", "sea"]))  # type: ignore[arg-type]
+    assert torch.equal(objects.train_y, named.train_y) and objects.classes == ("boat", "sea")
+    empty = from_arrays(x, [set()] * 3, x, [set()] * 3, classes=["boat", "sea"])
+    assert empty.several and not empty.train_y.any()
     pairs = [(x[place], named.train_y[place]) for place in range(3)]
     assert torch.equal(fedcog.data.from_torch(pairs, pairs).train_y, named.train_y)  # type: ignore[arg-type]
 
@@ -231,6 +237,13 @@ def test_labels_may_be_given_as_sets_of_names_or_as_rows() -> None:
         (lambda x: from_arrays(x, torch.ones(3, 2).bool(), x, torch.ones(3, 4).bool()), "with all 2 classes"),
         (lambda x: from_arrays(x, torch.eye(3, 2).long(), x, torch.eye(3, 2).long()), "rows of True and False"),
         (lambda x: from_arrays(x, torch.ones(3, 2).bool(), x, [0, 1, 1]), "rows of True and False"),
+        (lambda x: from_arrays(x, [{"a"}, None, {"b"}], x, [{"a"}] * 3), "train_y has None at 1"),
+        (lambda x: from_arrays(x, [{"a"}] * 3, x, [0, 1, 2]), "test_y has 0 at 0"),
+        (lambda x: from_arrays(x, [{"a"}] * 3, x, torch.tensor([0, 1, 2])), "test_y has tensor"),
+        (lambda x: from_arrays(x, [{"a"}] * 3, x, None), "test_y has None"),
+        (lambda x: from_arrays(x, [[True], [True, False], [True]], x, [[True]] * 3), "train_y has rows of 1 and of"),
+        (lambda x: from_arrays(x, torch.ones(3, 2), x, torch.ones(3, 2)), "rows of True and False if"),
+        (lambda x: from_arrays(x, [{"a"}] * 3, x, [{"a"}] * 3, classes=["a", "a"]), "names 'a' twice"),
     ],
 )
 def test_labels_that_are_neither_are_refused(make: Callable[[torch.Tensor], object], why: str) -> None:

@@ -84,6 +84,8 @@ class Dataset:
             )
         if not self.classes:
             yield "classes is empty: name every class"
+        if twice := sorted({name for name in self.classes if self.classes.count(name) > 1}):
+            yield f"classes names {twice[0]!r} twice: give every class a name of its own"
         if train.dtype == torch.uint8 and train.dim() != 4:
             yield f"train_x is uint8 {list(train.shape)}: give images as [n, C, H, W], or floats"
         elif train.dtype == torch.uint8:
@@ -199,7 +201,8 @@ def from_arrays(
 def from_torch(train: TorchDataset[Any], test: TorchDataset[Any], **keywords: Any) -> Dataset:
     """A torch data set of (x, y) pairs, read once from end to end; keywords as in `from_arrays`.
 
-    x is a tensor, an array or a PIL image; y an integer or a string. A random transform would be drawn once and kept.
+    x is a tensor, an array or a PIL image; y an integer, a string, a row of True and False or a set of names. A
+    random transform would be drawn once and kept.
     """
     return from_arrays(*_pairs("train", train), *_pairs("test", test), **keywords)
 
@@ -253,40 +256,62 @@ def _inputs(name: str, values: Values) -> Tensor:
 
 def _integers(name: str, values: npt.NDArray[Any]) -> Tensor:
     if values.dtype.kind not in "iub" and values.size:
-        raise DataError(f"{name} holds {values.dtype}: give integers (of one-hot rows, their argmax)")
+        raise DataError(
+            f"{name} holds {values.dtype}: give integers (of one-hot rows, their argmax), or rows of True and False if "
+            "an example may have several labels"
+        )
     return torch.from_numpy(values.astype(np.int64))
 
 
 def _rows(train: Any, test: Any, classes: Sequence[str] | None) -> tuple[Any, Any, Sequence[str] | None]:
     """Sets of names as rows of True and False; anything else as it is."""
 
-    def sets(values: Any) -> bool:
-        return isinstance(values, list | tuple) and any(
-            isinstance(own, list | tuple | set | frozenset) for own in values
-        )
-
-    if not sets(train) and not sets(test):
+    several = (list, tuple, set, frozenset)
+    train, test = (_listed(part, values) for part, values in (("train_y", train), ("test_y", test)))
+    if not any(
+        isinstance(values, list) and any(isinstance(own, several) for own in values) for values in (train, test)
+    ):
         return train, test, classes
     for part, values in (("train_y", train), ("test_y", test)):
-        for place, own in enumerate(values):
-            if isinstance(own, str) or not all(isinstance(word, str) for word in own):
+        for place, own in enumerate(values if isinstance(values, list) else [values]):
+            if not isinstance(own, several) or not all(isinstance(word, str) for word in own):
                 raise DataError(
-                    f"{part} has {own!r} at {place}: give a set of names for every example, or rows of True and False"
+                    f"{part} has {own!r} at {place}: give a set of names for every example of both parts, or rows of "
+                    "True and False"
                 )
     words = {word for values in (train, test) for own in values for word in own}
     names = sorted(words) if classes is None else [str(name) for name in classes]
     if strangers := sorted(words - set(names)):
         raise DataError(f"labels {strangers[:5]} are not among classes {names[:5]}...: name every class")
-    rows = [torch.tensor([[name in set(own) for name in names] for own in values]) for values in (train, test)]
-    return rows[0], rows[1], names
+    place_of = {name: place for place, name in enumerate(names)}
+    found = [torch.zeros(len(values), len(names), dtype=torch.bool) for values in (train, test)]
+    for rows, values in zip(found, (train, test), strict=True):
+        for row, own in enumerate(values):
+            rows[row, [place_of[word] for word in own]] = True
+    return found[0], found[1], names
+
+
+def _listed(part: str, values: Any) -> Any:
+    """Labels as they were given; an array of objects as a list, and a list of rows of one length as an array."""
+    if isinstance(values, np.ndarray) and values.dtype == object and values.ndim == 1:
+        values = values.tolist()
+    values = list(values) if isinstance(values, tuple) else values
+    if not isinstance(values, list) or not values:
+        return values
+    rows = [_array(own) for own in values if isinstance(own, list | tuple | np.ndarray | Tensor)]
+    if len(rows) < len(values) or not all(row.dtype == bool and row.ndim == 1 and len(row) for row in rows):
+        return values
+    if len({len(row) for row in rows}) > 1:
+        raise DataError(f"{part} has rows of {len(rows[0])} and of other numbers of classes: give all the same")
+    return np.stack(rows)
 
 
 def _labels(
     train: npt.NDArray[Any], test: npt.NDArray[Any], classes: Sequence[str] | None
 ) -> tuple[Tensor, Tensor, tuple[str, ...]]:
     if train.dtype.kind == test.dtype.kind == "b" and train.ndim == 2:
-        names = [str(i) for i in range(train.shape[1])] if classes is None else classes
-        return torch.from_numpy(train.copy()), torch.from_numpy(test.copy()), tuple(names)
+        names = tuple(str(i) for i in (range(train.shape[1]) if classes is None else classes))
+        return torch.from_numpy(train.copy()), torch.from_numpy(test.copy()), names
     words = [*train.flat, *test.flat] if train.dtype.kind in "UO" else []
     if words and all(isinstance(word, str) for word in words):
         names = tuple(map(str, sorted(set(words)) if classes is None else classes))
@@ -308,7 +333,7 @@ def _labels(
                 f"no example has label {absent[0]}, and labels count from 0: number them anew, or name all classes "
                 "with classes=[...] if that is meant"
             )
-    return train_y, test_y, tuple(classes)
+    return train_y, test_y, tuple(map(str, classes))
 
 
 def _numbered(users: Any) -> Tensor:

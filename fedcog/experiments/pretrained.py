@@ -25,7 +25,10 @@ def pretrained(module: nn.Module, path: str | Path, classes: int) -> tuple[nn.Mo
             there = {name for name in file.keys() if not name.endswith("num_batches_tracked")}  # noqa: SIM118
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in there}
             fit = {name for name in there & own.keys() if shapes[name] == tuple(own[name].shape)}
-            odd = sorted(there - fit - last) + sorted(own.keys() - fit - last)
+            wide = {name for name in there & last & own.keys() if shapes[name][1:] == tuple(own[name].shape[1:])}
+            if not last & own.keys() <= fit:
+                fit -= last  # all of the last layer, or nothing
+            odd = sorted(there - fit - wide) + sorted(own.keys() - fit - last)
             if odd or not fit:
                 name = odd[0] if odd else next(iter(own))
                 here = f"in shape {shapes[name]}" if name in shapes else "missing"
@@ -33,11 +36,13 @@ def pretrained(module: nn.Module, path: str | Path, classes: int) -> tuple[nn.Mo
                 raise ModelError(f"{path} has not this network's weights: there '{name}' is {here}, and it {wanted}.")
             for name in sorted(fit):
                 value = file.get_tensor(name)
-                if not value.is_floating_point() or not bool(value.isfinite().all()):
-                    raise ModelError(f"{path} has numbers in '{name}' that are not finite, or of {value.dtype}.")
-                own[name].copy_(value)  # into the module itself
+                kept = own[name].copy_(value) if value.is_floating_point() else own[name]  # into the module itself
+                if not value.is_floating_point() or not bool(kept.isfinite().all()):
+                    raise ModelError(f"{path} has numbers in '{name}' that no finite {kept.dtype} can hold.")
                 digest.update(f"{name} {list(value.shape)}".encode())
                 digest.update(own[name].contiguous().numpy().data)
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"{path} is no safetensors file that can be read: {error}.") from error
+        raise ModelError(
+            f"{path} is no safetensors file that can be read ({error}): a run begins and goes on with the one it names."
+        ) from error
     return module, digest.hexdigest()[:16]

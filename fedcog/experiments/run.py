@@ -206,6 +206,8 @@ def _with_own(experiment: Experiment, data: Dataset | None, model: nn.Module | N
     own |= {"model": "custom"} if model is not None else {}
     if data is not None and data.indices is not None:
         own |= {"partition": "given", "clients": len(data.indices)}
+    if experiment.pretrained:  # a run may be gone on with from anywhere
+        own |= {"pretrained": str(Path(experiment.pretrained).expanduser().resolve())}
     return dataclasses.replace(experiment, **own)
 
 

@@ -200,7 +200,7 @@ class Problem:
 
     def run(self, repeat: int, lr: float, plan: Plan) -> Run:
         """So many rounds, and the largest constants met on the way."""
-        draw = torch.Generator().manual_seed(1000 * plan.seed + repeat)
+        draw = torch.Generator().manual_seed((1000 * plan.seed + repeat) % 2**63)
         params, norms, distilled, rises = self.start, list[float](), 0.0, 0
         smoothness = variance = kappa = 0.0
         made = self.generated(params, 0)

@@ -39,3 +39,16 @@ def test_groups_are_told_apart_by_name_and_else_by_what_differs() -> None:
 def test_rounds_to_a_target() -> None:
     assert rounds_to(run([0.1, 0.5, 0.4, 0.6]), 0.5) == 2
     assert rounds_to(run([0.1]), 0.5) is None
+
+
+def test_runs_that_are_judged_by_different_measures_are_no_group() -> None:
+    one, other = run([0.4]), run([0.5], seed=1)
+    other.lines[0]["o_f1"] = other.lines[0].pop("accuracy")
+    found = group([one, other])
+    assert [(each.label, each.last.mean) for each in found] == [("fedavg, accuracy", 0.4), ("fedavg, O-F1", 0.5)]
+
+
+def test_a_run_that_is_not_judged_yet_stays_with_its_like() -> None:
+    one, other = run([0.4]), run([], seed=1)
+    one.lines[0]["o_f1"] = one.lines[0].pop("accuracy")
+    assert [[len(each.runs), each.label] for each in group([other, one])] == [[2, "fedavg"]]

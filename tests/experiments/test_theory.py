@@ -80,3 +80,6 @@ def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["theory", "--rounds", "0", "--lr", "-1"]) == 2
     fault = capsys.readouterr().err
     assert "rounds needs a whole number" in fault and "lr needs a number" in fault
+    assert main(["theory", "--clients", "3", "--local-steps", "0"]) == 2
+    fault = capsys.readouterr().err
+    assert "clients needs a whole number from 5 to 100" in fault and "local-steps needs" in fault

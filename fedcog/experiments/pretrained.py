@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import warnings
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -26,8 +27,8 @@ def pretrained(module: nn.Module, path: str | Path, classes: int) -> tuple[nn.Mo
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in there}
             fit = {name for name in there & own.keys() if shapes[name] == tuple(own[name].shape)}
             wide = {name for name in there & last & own.keys() if shapes[name][1:] == tuple(own[name].shape[1:])}
-            if not last & own.keys() <= fit:
-                fit -= last  # all of the last layer, or nothing
+            new = bool(last & own.keys() - fit)
+            fit -= last if new else set()  # all of the last layer, or nothing
             odd = sorted(there - fit - wide) + sorted(own.keys() - fit - last)
             if odd or not fit:
                 name = odd[0] if odd else next(iter(own))
@@ -45,4 +46,8 @@ def pretrained(module: nn.Module, path: str | Path, classes: int) -> tuple[nn.Mo
         raise ModelError(
             f"{path} is no safetensors file that can be read ({error}): a run begins and goes on with the one it names."
         ) from error
+    if new:
+        warnings.warn(
+            f"{path} has no last layer for {classes} classes: it begins as if nothing were given.", stacklevel=2
+        )
     return module, digest.hexdigest()[:16]

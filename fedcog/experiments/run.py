@@ -51,7 +51,8 @@ class Run:
     @property
     def scores(self) -> list[tuple[int, float]]:
         """(round, measure on the test set) wherever it was taken."""
-        return [(line["round"], line[self.measure]) for line in self.lines if line.get(self.measure) is not None]
+        name = self.measure
+        return [(line["round"], line[name]) for line in self.lines if line.get(name) is not None]
 
     @property
     def last(self) -> float:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from fedcog.experiments.config import Experiment, name_of
 from fedcog.experiments.run import Run
-from fedcog.task import MEASURES
+from fedcog.task import MEASURES, Measure
 
 
 class Spread(NamedTuple):
@@ -77,18 +77,15 @@ def spread(values: Sequence[float]) -> Spread:
 
 def group(runs: Sequence[Run]) -> list[Group]:
     """The runs by experiment and, as far as they are judged, by their measure, in the order they come."""
-    found: dict[tuple[str, str], list[Run]] = {}
+    found: dict[tuple[str, Measure], list[Run]] = {}
     each = [(repr(_but_seed(run.experiment)), run) for run in {run.path: run for run in runs}.values()]
     judged = {same: run.measure for same, run in each if run.scores}
     for same, run in each:
         measure = run.measure if run.scores else judged.get(same, run.measure)
         found.setdefault((same, measure), []).append(run)
     names = labels([members[0].experiment for members in found.values()])
-    measures = [
-        MEASURES[next((run for run in members if run.scores), members[0]).measure] for members in found.values()
-    ]
-    if len(set(measures)) > 1:
-        names = [f"{name}, {measure}" for name, measure in zip(names, measures, strict=True)]
+    if len({measure for _, measure in found}) > 1:
+        names = [f"{name}, {MEASURES[measure]}" for name, (_, measure) in zip(names, found, strict=True)]
     return [Group(label, members) for label, members in zip(names, found.values(), strict=True)]
 
 

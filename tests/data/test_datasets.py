@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from fedcog.data import mosaics, readers
+from fedcog.data import readers
 from fedcog.data.datasets import DataError, Dataset, from_arrays, from_torch
 from fedcog.data.readers import read_idx
 
@@ -382,52 +382,3 @@ def test_layouts_and_labels_that_are_probably_not_meant() -> None:
         from_arrays(flat, np.eye(3)[y], flat, np.eye(3)[y])
     with pytest.raises(DataError, match=r"give \[n, 1\]"):
         from_arrays(np.zeros(6, np.float32), y, np.zeros(6, np.float32), y)
-
-
-def cifar100_file(path: Path, count: int, seed: int) -> np.ndarray:
-    """A file like CIFAR-100's, whose pictures each say in every pixel which they are; the superclasses."""
-    coarse = np.random.default_rng(seed).integers(0, 20, count).astype(np.uint8)
-    records = np.empty((count, 3074), np.uint8)
-    records[:, 0], records[:, 1] = coarse, coarse * 5
-    records[:, 2:] = np.arange(count)[:, None]
-    records.tofile(path)
-    return coarse
-
-
-def test_mosaics_are_their_pictures_and_their_labels_what_those_are(tmp_path: Path) -> None:
-    coarse = cifar100_file(tmp_path / "train.bin", 120, 0)
-    cifar100_file(tmp_path / "test.bin", 60, 1)
-    data = mosaics.read_mosaics(tmp_path, sizes=(120, 60))
-    again = mosaics.read_mosaics(tmp_path, sizes=(120, 60))
-    assert data.fingerprint == again.fingerprint and data.several and len(data.classes) == 17
-    used: list[int] = []
-    for image, labels in zip(data.train_x, data.train_y, strict=True):
-        cells = [image[:, top : top + 32, side : side + 32] for top in (0, 32) for side in (0, 32)]
-        shown = [int(cell[0, 0, 0]) for cell in cells if len(cell.unique()) == 1]
-        assert 1 <= len(shown) <= 4
-        blank = [cell for cell in cells if len(cell.unique()) > 1]
-        assert all(cell.flatten(1).unique(dim=1).tolist() == [[129], [124], [112]] for cell in blank)
-        assert labels.nonzero()[:, 0].tolist() == sorted(int(coarse[one]) for one in shown)  # no superclass twice
-        used += shown
-    assert len(used) == len(set(used)) >= 90  # of a hundred or so in 17 superclasses of 20
-    assert data.users is not None and len(data.users) == len(data.train_y)
-
-
-def test_users_of_mosaics_are_as_unequal_as_those_of_flair() -> None:
-    sizes = np.bincount(mosaics.shares(15_232))
-    assert sizes.sum() == 15_232
-    assert np.percentile(sizes, [25, 50, 75]).tolist() == [1, 2, 5]
-    assert sizes.mean() == pytest.approx(8.35, abs=0.1)
-    assert (np.diff(sizes) >= 0).all() and sizes[-1] > 1000
-    assert mosaics.shares(1).tolist() == [0]
-
-
-def test_users_have_tastes_and_testers_have_none() -> None:
-    superclasses = np.repeat(np.arange(20), 500)
-    users = np.repeat(np.arange(10), 250)
-    for part, most in (("train", (0.5, 1.0)), ("test", (0.0, 0.3))):
-        chosen = mosaics.pictures(superclasses, users, part)
-        counts = np.zeros((10, 20))
-        rows, cells = np.nonzero(chosen >= 0)
-        np.add.at(counts, (users[rows], superclasses[chosen[rows, cells]]), 1)
-        assert most[0] < counts.max() / 250 < most[1] and not counts[:, 17:].any()

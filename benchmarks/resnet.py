@@ -1,0 +1,127 @@
+"""How fast and how large ResNet-18 is on one GPU: ten clients of a FLAIR-shaped federation, against a plain loop.
+
+    python benchmarks/resnet.py --out results/resnet.md [--models resnet18 resnet18-gn] [--mappings graph vmap loop]
+
+Ten of 200 clients take part in a round of 10 steps of batch 32 on random images of 64x64 with 17 labels, as the
+paper's experiment on FLAIR has it; SGD with momentum, crop and flip. The plain loop trains them one after another, a
+model and an optimiser each (foreach), with cuDNN's search on and convolutions in TF32, as torch ships. Seconds are wall
+time of a round, after the device has finished: the median of some after warm-up, none of them evaluated.
+"""
+
+import argparse
+import copy
+import itertools
+import statistics
+import sys
+from typing import Any
+
+import common
+import numpy as np
+import plain
+import torch
+import torch.nn.functional as F
+
+from fedcog.data import Dataset
+from fedcog.experiments.config import Experiment
+from fedcog.experiments.prepare import Prepared, find_device
+from fedcog.models import build
+
+LABELS, SIDE = 17, 64
+Found = dict[str, Any]
+
+
+def images(users: int, each: int = 48, test: int = 100) -> Dataset:
+    """Random images of several labels each, as many for every user."""
+    draw, count = np.random.default_rng(0), users * each
+    inputs = torch.from_numpy(draw.integers(0, 256, (count + test, 3, SIDE, SIDE), dtype=np.uint8))
+    labels = torch.from_numpy(draw.random((count + test, LABELS)) < 0.16)
+    owners = torch.arange(users).repeat_interleave(each)
+    names = tuple(str(label) for label in range(LABELS))
+    split = inputs[:count], labels[:count], inputs[count:], labels[count:]
+    return Dataset("random images", *split, names, common.MEAN, common.STD, True, owners)
+
+
+def setting(options: argparse.Namespace, model: str, mapping: str, algorithm: str = "fedavg", **more: Any) -> Experiment:
+    """The paper's experiment on FLAIR, but for the data."""
+    chosen: Found = {"partition": "natural", "clients": options.clients, "participation": 10 / options.clients}
+    chosen |= {"local_steps": 10, "batch_size": 32, "model": model, "mapping": mapping, "min_examples": 1}
+    small = {"fedcog": {"start_round": 0, "count": 32} | ({"steps": 2, "count": 2} if options.tiny else {})}
+    return common.experiment(algorithm, small, **chosen | {"device": options.device} | more)
+
+
+def by_hand(experiment: Experiment, dataset: Dataset, repeats: int) -> list[float]:
+    """Seconds of rounds in a plain loop, in the better of two memory layouts."""
+    ready = Prepared(experiment, dataset)
+    data, members = ready.data, range(10)
+    module = build(experiment.model, (3, SIDE, SIDE), LABELS, 0).to(data.device)
+    mean, std = (torch.tensor(part, device=data.device)[:, None, None] for part in (dataset.mean, dataset.std))
+    found: dict[str, list[float]] = {}
+    for layout, last in plain.LAYOUTS.items():
+        form, ends = torch.channels_last if last else torch.contiguous_format, []
+        with plain.convolutions(tf32=True, search=True):
+            for round in range(repeats + 1):
+                plan = data.plan(round, torch.tensor(members), experiment.local_steps, experiment.batch_size)
+                trained = []
+                for place in members:
+                    local = copy.deepcopy(module).to(memory_format=form).train()  # type: ignore[call-overload]
+                    optimiser = torch.optim.SGD(local.parameters(), 0.01, 0.9, weight_decay=1e-5, foreach=True)
+                    for step in range(experiment.local_steps):
+                        index = plan.picks[place, step]
+                        inputs = (data.train_x[index].float() / 255 - mean) / std
+                        optimiser.zero_grad()
+                        outputs = local(inputs.contiguous(memory_format=form))
+                        F.binary_cross_entropy_with_logits(outputs, data.train_y[index].float()).backward()  # type: ignore[no-untyped-call]
+                        optimiser.step()
+                    trained.append(local.state_dict())
+                for name in trained[0]:
+                    torch.stack([one[name].float() for one in trained]).mean(0)
+                ends.append(common.now(data.device))
+        found[layout] = [after - before for before, after in itertools.pairwise(ends)]
+    return min(found.values(), key=statistics.median)
+
+
+def main() -> None:
+    """Measure, model by model, and write down after each part."""
+    parser = common.parser(__doc__, "results/resnet.md")
+    parser.add_argument("--models", nargs="+", default=["resnet18", "resnet18-gn"])
+    parser.add_argument("--mappings", nargs="+", default=["graph", "vmap", "loop"])
+    parser.add_argument("--clients", type=int, default=200)
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    device = find_device(options.device)
+    if options.tiny:
+        options.clients, options.repeats = 12, 2
+    dataset = images(options.clients, 3 if options.tiny else 48)
+    small: Found = {"local_steps": 1, "batch_size": 2} if options.tiny else {}
+    found: dict[str, Found] = {}
+    rows: list[list[str]] = []
+
+    def note(model: str, what: str, seconds: list[float], memory: int, against: float) -> None:
+        median = statistics.median(seconds)
+        found.setdefault(model, {})[what] = {"seconds": seconds, "memory": memory}
+        ratio = f"{against / median:.2f}x" if against else "-"
+        rows.append([model, what, common.number(median, "s"), f"{memory / 2**30:.2f} GiB", ratio])
+        head = ["network", "round of 10 clients", "seconds", "GPU memory at most", "plain loop / this"]
+        facts = common.about(device, None) | {"data": f"random images of {SIDE}x{SIDE}, {options.clients} users"}
+        common.write(options.out, "ResNet-18 on one GPU", facts, [common.table(head, rows)], {"found": found})
+        print(rows[-1], file=sys.stderr, flush=True)
+
+    for model in options.models:
+        common.clean(device)
+        seconds = by_hand(setting(options, model, "loop", **small), dataset, options.repeats)
+        memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+        note(model, "plain loop, FedAvg", seconds, memory, 0.0)
+        plain_round = statistics.median(seconds)
+        for mapping, tf32 in itertools.product(options.mappings, (False, True)):
+            experiment = setting(options, model, mapping, tf32=tf32, **small)
+            timing = common.timed(experiment, dataset, warm=2, count=options.repeats)
+            what = f"{mapping}{', TF32' if tf32 else ''}, FedAvg"
+            note(model, what, timing.rounds, timing.memory, plain_round)
+        experiment = setting(options, model, options.mappings[0], "fedcog", **small)
+        timing = common.timed(experiment, dataset, warm=2, count=options.repeats)
+        note(model, f"{options.mappings[0]}, FedCOG", timing.rounds, timing.memory, 0.0)
+    print(options.out.with_suffix(".md").read_text())
+
+
+if __name__ == "__main__":
+    main()

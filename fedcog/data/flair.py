@@ -5,7 +5,6 @@ import hashlib
 import itertools
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -37,7 +36,7 @@ def read_flair(folder: str | Path, *, side: int = SIDE) -> Dataset:
     kept = prepare(folder, side=side)
     if kept.notes["faults"]:
         warnings.warn(f"FLAIR in {folder}{_told(**kept.notes)}", DataWarning, stacklevel=2)
-    order = ("train_x", "train_y", "test_x", "test_y", "users")
+    order = ("train_x", "train_y", "test_x", "test_y", "train_users")
     train_x, train_y, test_x, test_y, users = (torch.from_numpy(kept.arrays[name]) for name in order)
     return Dataset("flair", train_x, train_y, test_x, test_y, LABELS, MEAN, STD, True, users, digest=kept.digest)
 
@@ -68,16 +67,17 @@ def listing(layout: Layout) -> tuple[dict[str, list[Entry]], Faults]:
 
 
 def _build(layout: Layout, folder: Path, side: int, progress: Progress | None) -> store.Built:
-    """Writes both parts into files of a folder, a few images at a time."""
+    """Writes both parts into files of a folder."""
     parts, faults = listing(layout)
-    images = sum(map(len, parts.values()))
-    listed, size, done = images + sum(map(len, faults.values())), 3 * side * side, 0
+    images, done = sum(map(len, parts.values())), 0
+    listed = images + sum(map(len, faults.values()))
     _check(faults, listed)
     forms: dict[str, tuple[str, tuple[int, ...]]] = {}
     for part, entries in parts.items():
         kept = list[Entry]()
         with open(folder / f"{part}_x", "wb") as file:
-            for batch in _batches(entries):
+            for at in range(0, len(entries), AT_ONCE):
+                batch = entries[at : at + AT_ONCE]
                 for entry, made in zip(batch, _decoded(layout, batch, side), strict=True):
                     if isinstance(made, Fault):
                         faults[made.kind].append(made.name)
@@ -86,28 +86,24 @@ def _build(layout: Layout, folder: Path, side: int, progress: Progress | None) -
                         file.write(made)
                 done += len(batch)
                 if progress is not None:
-                    progress("flair", done * size, images * size)
+                    progress("flair", done * 3 * side * side, images * 3 * side * side)
+        if not kept:
+            raise DataError(f"FLAIR has no {part} images here{_told(faults, listed)}")
+        users = [number for number, (_, own) in enumerate(itertools.groupby(kept, _owner)) for _ in own]
         labels = np.zeros((len(kept), len(LABELS)), dtype=bool)
         for row, entry in enumerate(kept):
             labels[row, list(entry.labels)] = True
         labels.tofile(folder / f"{part}_y")
-        forms |= {f"{part}_x": ("uint8", (len(kept), 3, side, side)), f"{part}_y": ("bool", labels.shape)}
-        if part == "train":
-            users = [number for number, (_, own) in enumerate(itertools.groupby(kept, _owner)) for _ in own]
-            np.array(users, dtype=np.int64).tofile(folder / "users")
-            forms["users"] = "int64", (len(users),)
-        if not kept:
-            raise DataError(f"FLAIR has no {part} images here{_told(faults, listed)}")
+        np.array(users, dtype=np.int64).tofile(folder / f"{part}_users")
+        forms[f"{part}_x"] = "uint8", (len(kept), 3, side, side)
+        forms[f"{part}_y"] = "bool", labels.shape
+        forms[f"{part}_users"] = "int64", (len(kept),)
     _check(faults, listed)
     return store.Built(forms, {"listed": listed, "faults": faults})
 
 
 def _owner(entry: Entry) -> str:
     return entry.user
-
-
-def _batches(entries: list[Entry]) -> Iterator[list[Entry]]:
-    return (entries[at : at + AT_ONCE] for at in range(0, len(entries), AT_ONCE))
 
 
 def _decoded(layout: Layout, entries: list[Entry], side: int) -> list[bytes | Fault]:

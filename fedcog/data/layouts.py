@@ -26,6 +26,7 @@ PARTS = ("train", "val", "dev", "test")  # ml-flair calls the second by both nam
 LONGEST_LIST, LONGEST_MAPPING = 1 << 30, 1 << 16  # bytes
 LARGEST = 1 << 24  # pixels of an image, before it is decoded
 LONGEST_NAME = 120
+MOST, LONGEST_ID = 1 << 16, 64  # images of a user in HDF5, whose rows are 16 bits there; bytes of an image's name
 
 Kind = Literal["missing", "corrupt", "mislabelled", "repeated"]
 
@@ -214,10 +215,12 @@ class Hdf5:
     def _user(self, part: str, user: str, users: Any, columns: dict[int, int]) -> list[Entry | Fault]:
         group, name = self._inside(users, user, self.h5py.Group), f"{part}/{user}"
         images = self._array(group, "images", "u", (-1, -1, -1, 3))
-        if images.dtype != np.uint8 or not 0 < images.shape[1] * images.shape[2] <= LARGEST:
+        count, pixels = len(images), images.shape[1] * images.shape[2]
+        if images.dtype != np.uint8 or count > MOST or not 0 < pixels <= LARGEST:
             raise Fault("corrupt", f"{name}/images: {images.dtype} {list(images.shape)}")
-        count = len(images)
-        names = self._array(group, "image_ids", "S", (count,))[:].tolist()
+        names = self._array(group, "image_ids", "S", (count,))
+        if names.dtype.itemsize > LONGEST_ID:
+            raise Fault("corrupt", f"{name}/image_ids: {names.dtype}")
         rows = self._array(group, "labels_row", "u", (-1,))
         if len(rows) > len(LABELS) * count:
             raise Fault("mislabelled", f"{name}: {len(rows)} labels of {count} images")
@@ -235,12 +238,13 @@ class Hdf5:
             Fault("mislabelled", f"{name}/{image.decode(errors='replace')}: label {strange[row]}")
             if row in strange
             else Entry(part, user, image.decode(errors="replace"), tuple(labels[row]), row)
-            for row, image in enumerate(names)
+            for row, image in enumerate(names[:].tolist())
         ]
 
     def _inside(self, group: Any, name: str, kind: type) -> Any:
         """A member of a group that lies in this very file; links are not followed."""
-        if not isinstance(group.get(name, getlink=True), self.h5py.HardLink):
+        links, key = group.id.links, name.encode()
+        if not links.exists(key) or links.get_info(key).type != self.h5py.h5l.TYPE_HARD:
             raise Fault("corrupt", f"{group.name.rstrip('/')}/{name} is missing, or a link")
         found = group[name]
         if not isinstance(found, kind):

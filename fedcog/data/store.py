@@ -81,7 +81,7 @@ def opened(place: Path, stamp: str) -> Kept | None:
     """The arrays at a place, if they bear that stamp and every byte is as it was written; else None."""
     try:
         found = json.loads((place / MANIFEST).read_bytes())
-        if found["stamp"] != stamp:
+        if found.pop("digest") != _of_json(found) or found["stamp"] != stamp:
             return None
         arrays = dict[str, NDArray[Any]]()
         for name, (kind, shape, expected) in found["arrays"].items():
@@ -92,7 +92,7 @@ def opened(place: Path, stamp: str) -> Kept | None:
                 return None
             # Copy on write: torch wants memory that it could write to, and the file is not to change.
             arrays[name] = np.memmap(path, kind, mode="c", shape=tuple(shape))
-        return Kept(arrays, found["notes"], hashlib.sha256(json.dumps(found["arrays"]).encode()).hexdigest())
+        return Kept(arrays, found["notes"], _of_json(found["arrays"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
@@ -132,10 +132,15 @@ def _write_manifest(folder: Path, stamp: str, built: Built) -> None:
         with open(folder / name, "rb") as file:
             os.fsync(file.fileno())
     arrays = {name: [kind, list(shape), digest(folder / name)] for name, (kind, shape) in built.forms.items()}
+    found = {"stamp": stamp, "arrays": arrays, "notes": built.notes}
     with open(folder / MANIFEST, "w", encoding="utf-8") as file:
-        json.dump({"stamp": stamp, "arrays": arrays, "notes": built.notes}, file, indent=1)
+        json.dump(found | {"digest": _of_json(found)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _of_json(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _tell(text: str) -> None:

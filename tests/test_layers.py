@@ -86,7 +86,7 @@ def test_the_data_room_knows_only_torch_numpy_streams_and_pictures() -> None:
         ),
         ("triton", {name for name in map(name_of, MODULES) if name.startswith("fedcog.kernels.")}),
         ("flwr", {"fedcog.federation.flower"}),
-        ("h5py", {"fedcog.data.layouts"}),
+        ("h5py", {"fedcog.data.hdf5"}),
         ("pickle", set()),
     ],
 )

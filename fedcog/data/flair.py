@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from PIL import Image
 
-from fedcog.data import layouts, store
+from fedcog.data import store
 from fedcog.data.datasets import DataError, Dataset, DataWarning
 from fedcog.data.download import Progress
-from fedcog.data.layouts import LABELS, Entry, Fault, Layout
+from fedcog.data.hdf5 import Hdf5
+from fedcog.data.layouts import IMAGES, LABELS, LIST, Entry, Fault, Folder, Layout
 
 SIDE = 64
 TOLERATED = 0.05
@@ -44,12 +45,35 @@ def read_flair(folder: str | Path, *, side: int = SIDE) -> Dataset:
 def prepare(folder: str | Path, progress: Progress | None = None, *, side: int = SIDE) -> store.Kept:
     """The images decoded and shrunk into a store, which is mapped into memory: made once, and again for other files."""
     folder = Path(folder)
-    with contextlib.closing(layouts.find(folder)) as layout:
+    with contextlib.closing(find(folder)) as layout:
         try:
             stamp = hashlib.sha256(f"{VERSION} {LABELS} {side} {layout.stamp()}".encode()).hexdigest()
         except OSError as error:
             raise DataError(f"{folder} cannot be read ({error})") from error
         return store.keep(_place(folder, side), stamp, lambda part: _build(layout, part, side, progress))
+
+
+def lacking(folder: Path) -> list[str]:
+    """What a folder lacks to be FLAIR in one layout or the other."""
+    if (folder / LIST).is_file():
+        return [] if (folder / IMAGES).is_dir() else [IMAGES]
+    return [] if _hdf5(folder) else [f"{LIST} with {IMAGES}, or a .hdf5 file"]
+
+
+def find(folder: Path) -> Layout:
+    """FLAIR in the layout that a folder has; of both, ml-flair's own."""
+    if missing := lacking(folder):
+        raise DataError(f"{folder} lacks {missing[0]}: get FLAIR from github.com/apple/ml-flair")
+    if (folder / LIST).is_file():
+        return Folder(folder)
+    files = _hdf5(folder)
+    if len(files) > 1:
+        raise DataError(f"{folder} holds {', '.join(file.name for file in files[:5])}: leave one of them there")
+    return Hdf5(files[0])
+
+
+def _hdf5(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.glob("*.hdf5") if file.is_file())
 
 
 def listing(layout: Layout) -> tuple[dict[str, list[Entry]], Faults]:

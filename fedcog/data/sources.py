@@ -236,7 +236,7 @@ def _from_publisher(source: Source, scratch: Path, staged: Path, progress: Progr
 
 
 def _flair_lacks(folder: Path) -> list[str]:
-    from fedcog.data.layouts import lacking  # loads Pillow
+    from fedcog.data.flair import lacking  # loads Pillow
 
     return lacking(folder)
 

@@ -27,9 +27,10 @@ from PIL import Image
 
 import fedcog
 from fedcog import Experiment, FedAvg, cli
-from fedcog.data import DataError, Dataset, FederatedData, flair, layouts, sources, store
+from fedcog.data import DataError, Dataset, FederatedData, flair, sources, store
 from fedcog.data.datasets import DataWarning
-from fedcog.data.layouts import LABELS, Entry, Fault, Folder, Hdf5
+from fedcog.data.hdf5 import Hdf5
+from fedcog.data.layouts import LABELS, Entry, Fault, Folder
 from fedcog.data.partition import Rule, split
 
 Record = dict[str, Any]
@@ -601,7 +602,7 @@ def test_what_is_not_here_is_told_where_to_get_it(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="lacks small_images"):
         sources.load("flair", tmp_path)
     with pytest.raises(DataError, match="lacks small_images"):
-        layouts.find(tmp_path / "flair")
+        flair.find(tmp_path / "flair")
 
 
 def test_the_command_line_lists_prepares_and_tells(

@@ -14,6 +14,7 @@ from fedcog.data.datasets import DataError
 from fedcog.data.layouts import LABELS, LARGEST, Entry, Fault, stamp_of
 
 MOST = 1 << 16  # images of a user: rows are 16 bits here
+BROKEN = (OSError, RuntimeError, KeyError, ValueError)  # what h5py raises over a damaged file
 LONGEST_ID, LONGEST_MAPPING = 64, 1 << 16  # bytes
 
 
@@ -51,23 +52,23 @@ class Hdf5:
         """As `Layout` says. A user whose group is unsound is one fault."""
         try:
             columns = self._columns()
-            users = {part: self._inside(self.file, part, self.h5py.Group) for part in ("train", "test")}
-        except Fault as fault:
-            raise DataError(f"{self.path} is not laid out as pfl-research does it: {fault.name}") from fault
-        for part, group in users.items():
-            for user in group:
-                try:
-                    yield from self._user(part, user, group, columns)
-                except Fault as fault:
-                    yield fault
-                except (OSError, RuntimeError, KeyError, ValueError) as error:
-                    yield Fault("corrupt", f"{part}/{user}: {error}")
+            parts = {part: self._inside(self.file, part, self.h5py.Group) for part in ("train", "test")}
+            users = [(part, group, user) for part, group in parts.items() for user in group]
+        except (Fault, *BROKEN) as error:
+            raise DataError(f"{self.path} is not laid out as pfl-research does it: {error}") from error
+        for part, group, user in users:
+            try:
+                yield from self._user(part, user, group, columns)
+            except Fault as fault:
+                yield fault
+            except BROKEN as error:
+                yield Fault("corrupt", f"{part}/{user}: {error}")
 
     def image(self, entry: Entry) -> Image.Image:
         """As `Layout` says."""
         try:
             return Image.fromarray(self.file[f"{entry.part}/{entry.user}/images"][entry.row])
-        except (OSError, RuntimeError, KeyError, ValueError) as error:
+        except BROKEN as error:
             raise Fault("corrupt", f"{entry.part}/{entry.user}/{entry.image}: {error}") from error
 
     def _columns(self) -> dict[int, int]:

@@ -42,8 +42,8 @@ class Fault(Exception):
     """An image that cannot be used: in what way, and which."""
 
     def __init__(self, kind: Kind, name: str) -> None:
-        super().__init__(kind, name)
         self.kind, self.name = kind, "".join(c if c.isprintable() else "?" for c in name[:LONGEST_NAME])
+        super().__init__(self.name)
 
 
 class Layout(Protocol):
@@ -77,9 +77,9 @@ class Folder:
     def entries(self) -> Iterator[Entry | Fault]:
         """As `Layout` says. A record becomes an entry as soon as it is read, which keeps memory low."""
         path = self.folder / LIST
-        if path.stat().st_size > LONGEST_LIST:
-            raise DataError(f"{path} is longer than {LONGEST_LIST:,} bytes: not the publisher's file")
         try:
+            if path.stat().st_size > LONGEST_LIST:
+                raise DataError(f"{path} is longer than {LONGEST_LIST:,} bytes: not the publisher's file")
             with open(path, encoding="utf-8") as file:
                 found = json.load(file, object_hook=_entry)
         except (OSError, ValueError, RecursionError) as error:

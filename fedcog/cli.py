@@ -16,6 +16,7 @@ import fedcog
 from fedcog import console, flags, settings
 from fedcog.algorithms import ALGORITHMS, Algorithm
 from fedcog.data import SOURCES, DataError, PartitionError, sources
+from fedcog.data.datasets import DataWarning
 from fedcog.experiments import deploy, paper, plan, record, reproduce, smoke, summary, theory
 from fedcog.experiments.catalogue import catalogue, markdown
 from fedcog.experiments.compare import compare, places
@@ -122,12 +123,14 @@ def _compare(options: argparse.Namespace, rest: list[str]) -> int:
         unready = check_ready(experiments[0])
     if faults or unready:
         raise ConfigError(faults + unready)
+    _prepare(experiments[0])
     out = Path(options.out or Path("runs") / f"compare-{experiments[0].dataset}")
     planned = places(out, experiments, seeds)
     total, done = sum(experiment.rounds for experiment, _ in planned), sum(_recorded(place) for _, place in planned)
     with console.Progress(total, done, options.style) as progress:
         console.comparison(experiments, seeds, out, options.style)
         with _onward(_command(options)), warnings.catch_warnings(action="ignore"):  # those that diverge are told below
+            warnings.simplefilter("default", DataWarning)
             runs = compare(
                 experiments, seeds, out, watch=progress.advance, stopping=progress.stopping, command=_command(options)
             )
@@ -316,6 +319,7 @@ def _data(options: argparse.Namespace, rest: list[str]) -> int:
     else:
         with console.Download() as download:
             where = sources.fetch(options.name, options.data_dir, progress=download.advance, log=console.note)
+            sources.prepare(options.name, options.data_dir, progress=download.advance)
         print(f"{options.name}: {where}")
     return 0
 
@@ -339,7 +343,15 @@ def _ready(values: dict[str, Any], faults: list[str], known: Mapping[str, type[A
         raise ConfigError(error.faults + (check_ready(Experiment(**partial)) if there else [])) from None
     if unready := check_ready(experiment):
         raise ConfigError(unready)
+    _prepare(experiment)
     return experiment
+
+
+def _prepare(experiment: Experiment) -> None:
+    """Do what the data set needs done once, and show how far it is."""
+    if experiment.dataset in SOURCES:
+        with surroundings(experiment.threads), console.Download() as bar:
+            sources.prepare(experiment.dataset, experiment.data_dir or None, progress=bar.advance)
 
 
 def _nothing_else(rest: list[str]) -> None:

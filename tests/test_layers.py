@@ -71,7 +71,7 @@ def test_the_data_room_knows_only_torch_numpy_streams_and_pictures() -> None:
         inside = {one for one in imports(path) if one.startswith("fedcog.") and not one.startswith("fedcog.data")}
         assert inside <= {"fedcog.streams", "fedcog.pictures"}, path
         outside = {one.split(".")[0] for one in imports(path)} - {"fedcog", "__future__"} - sys.stdlib_module_names
-        assert outside <= {"torch", "numpy", "sklearn", "PIL"}, path
+        assert outside <= {"torch", "numpy", "sklearn", "PIL", "h5py"}, path
 
 
 @pytest.mark.parametrize(
@@ -86,6 +86,7 @@ def test_the_data_room_knows_only_torch_numpy_streams_and_pictures() -> None:
         ),
         ("triton", {name for name in map(name_of, MODULES) if name.startswith("fedcog.kernels.")}),
         ("flwr", {"fedcog.federation.flower"}),
+        ("h5py", {"fedcog.data.hdf5"}),
         ("pickle", set()),
     ],
 )

@@ -133,8 +133,10 @@ def _room(device: torch.device) -> int:
 
 def _part(indices: Tensor, validation: float, seed: int, client: int) -> tuple[Tensor, Tensor]:
     """A client's examples in two: those it trains on, and the share held out for validation."""
-    order = streams.permutation(seed, f"validation/{client}", 0, len(indices))
     held_out = min(round(len(indices) * validation), len(indices) - 1)
+    if held_out <= 0:
+        return indices, indices[:0]
+    order = streams.permutation(seed, f"validation/{client}", 0, len(indices))
     return indices[order[held_out:].sort()[0]], indices[order[:held_out].sort()[0]]
 
 

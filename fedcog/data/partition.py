@@ -117,15 +117,16 @@ def natural(users: Indices | None, rule: Rule, generator: np.random.Generator) -
             "partition 'natural' needs to know whose each example is, and this data set does not say: choose another "
             "--partition, or give `users` with your own data."
         )
-    names, sizes = np.unique(users, return_counts=True)
-    fit = names[sizes >= rule.min_examples]
+    order = np.argsort(users, kind="stable")  # once, not a look at everything for each of thousands of users
+    _, starts, sizes = np.unique(users[order], return_index=True, return_counts=True)
+    fit = np.flatnonzero(sizes >= rule.min_examples)
     if len(fit) < rule.clients:
         raise PartitionError(
-            f"{len(fit)} of {len(names)} users have at least {rule.min_examples} examples, and {rule.clients} "
+            f"{len(fit)} of {len(sizes)} users have at least {rule.min_examples} examples, and {rule.clients} "
             "clients were asked for: lower --clients or --min-examples."
         )
     chosen = np.sort(generator.permutation(fit)[: rule.clients])
-    return [np.flatnonzero(users == user) for user in chosen]
+    return [order[starts[user] : starts[user] + sizes[user]] for user in chosen]
 
 
 PARTITIONS: dict[str, Callable[[Indices, Rule, int], list[Indices]]] = {

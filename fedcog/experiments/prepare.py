@@ -122,6 +122,7 @@ class Prepared:
             if experiment.weights == "auto"
             else experiment.weights,
             skip_diverged=experiment.on_divergence == "skip",
+            devices=experiment.kinds,
         )
         self.schedule = Schedule(
             rounds=experiment.rounds,

@@ -78,7 +78,7 @@ def _seconds(scene: Scene, algorithm: Algorithm, round: int | None = None, part:
     backend, now, found = scene.prepared.backend, scene.round if round is None else max(round, 0), []
     shared = algorithm.broadcast(scene.server)
     for client in range(len(backend.weights)):
-        own = tree.pick(backend.store.take([client], algorithm, shared), 0)
+        own = backend.kept(algorithm, shared, client)
         kept = {name: own[name] for name in algorithm.client_init(shared)}
         times = []
         for _ in range(REPEATS + 1):
@@ -192,7 +192,7 @@ def _drawn(scene: Scene, client: int) -> State:
 def _generate(scene: Scene, client: int, labels: Tensor, recipe: generation.Recipe) -> Params:
     """What a client generates for labels, as in a round."""
     prepared, algorithm = scene.prepared, _cog(scene)
-    own = tree.pick(prepared.backend.store.take([client], algorithm, scene.shared), 0)
+    own = prepared.backend.kept(algorithm, scene.shared, client)
     noise = _drawn(scene, client)["noise"]
     with torch.no_grad():
         return generation.generate(

@@ -60,7 +60,7 @@ class Cohort:
         self.batch_size, self.grad_clip, self.mapping, self.workers = batch_size, grad_clip, mapping, workers
         self.threads, self.horizon = threads, 0
         self.limit: int | None = None
-        self._crew: tuple[Algorithm, Workers] | None = None
+        self._crews: dict[Algorithm, Workers] = {}
         self._graphs = Graphs()
         self._repeat = self._graphs.repeat if mapping == "graph" else in_turn
 
@@ -82,7 +82,7 @@ class Cohort:
         """
         if self.mapping == "loop" and self.workers > 1 and len(members.number) > 1:
             return self._in_processes(algorithm, shared, members, round, lr, score)
-        shared = algorithm.unpack(shared, self.common(algorithm, "federation"), self.model)
+        shared = self.unpacked(algorithm, shared)
         if self.mapping == "loop":
             ones = [members.one(row) for row in range(len(members.number))]
             return one_after_another([self._train(algorithm, shared, one, round, lr, score) for one in ones])
@@ -97,12 +97,7 @@ class Cohort:
         self, algorithm: Algorithm, parties: Sequence[Party], round: int, lr: float, score: bool
     ) -> list[Outcome]:
         """One round of several federations' clients at once: of the same network and data, but each of its own seed."""
-        ready = [
-            party._replace(
-                shared=algorithm.unpack(party.shared, party.cohort.common(algorithm, "federation"), self.model)
-            )
-            for party in parties
-        ]
+        ready = [party._replace(shared=party.cohort.unpacked(algorithm, party.shared)) for party in parties]
         with self._together():
             return self._train_parties(algorithm, ready, round, lr, score)
 
@@ -128,13 +123,13 @@ class Cohort:
     ) -> Outcome:
         """The loop's round in worker processes; whoever has most steps goes first, so that all end at about a time."""
         began = time.perf_counter()
-        if self._crew is None or self._crew[0] is not algorithm or self._crew[1].ended:
-            self.close()
+        if algorithm not in self._crews or self._crews[algorithm].ended:
+            self.close(algorithm)
             count = min(self.workers, len(members.number))
 
             @torch.no_grad()
             def begin(common: State) -> Duty:
-                shared = algorithm.unpack(common["shared"], self.common(algorithm, "federation"), self.model)
+                shared = self.unpacked(algorithm, common["shared"])
                 members, rest = Members(own={}, **common["members"]), (common["round"], common["lr"], common["score"])
 
                 @torch.no_grad()
@@ -145,23 +140,23 @@ class Cohort:
 
                 return train
 
-            self._crew = algorithm, Workers(count, max(1, torch.get_num_threads() // count), begin)
+            self._crews[algorithm] = Workers(count, max(1, torch.get_num_threads() // count), begin)
         known = {name: value for name, value in members._asdict().items() if name != "own"}
         common = {"shared": shared, "members": known, "round": round, "lr": lr, "score": score}
         items = [{"row": row, "own": tree.pick(members.own, row)} for row in range(len(members.number))]
         order = members.steps.argsort(descending=True, stable=True).tolist()
-        found = self._crew[1].map(common, items, order)
+        found = self._crews[algorithm].map(common, items, order)
         parts = {part: sum(one["seconds"][part] for one in found) for part in found[0]["seconds"]}
         share = (time.perf_counter() - began) / sum(parts.values())
         seconds = {part: share * value for part, value in parts.items()}
         done = one_after_another([Outcome(**one) for one in found])
         return done._replace(seconds=lambda: seconds)
 
-    def close(self) -> None:
-        """End the worker processes, if there are any; the next round would start others."""
-        if self._crew is not None:
-            self._crew[1].close()
-        self._crew = None
+    def close(self, *algorithms: Algorithm) -> None:
+        """End the worker processes of some algorithms, or all there are; the next round would start others."""
+        for algorithm in algorithms or tuple(self._crews):
+            if crew := self._crews.pop(algorithm, None):
+                crew.close()
 
     def draws(self, algorithm: Algorithm, scope: Scope, round: int, numbers: Tensor, steps: int = 1) -> State:
         """The random tensors of one scope that the algorithm asks for in a round, one for each of `numbers`."""
@@ -188,6 +183,14 @@ class Cohort:
         """The random tensors that there is one of: for the whole federation, or for the server in a round."""
         nobody = torch.zeros(1, dtype=torch.int64)
         return tree.pick(self.draws(algorithm, scope, round, nobody), 0)
+
+    def unpacked(self, algorithm: Algorithm, shared: State) -> State:
+        """What clients make of what they were sent."""
+        return algorithm.unpack(shared, self.common(algorithm, "federation"), self.model)
+
+    def newcomer(self, algorithm: Algorithm, shared: State) -> State:
+        """What a client keeps before it has ever taken part."""
+        return algorithm.client_init(self.unpacked(algorithm, shared))
 
     def course(self, algorithm: Algorithm, uneven: bool = False, apart: bool = False) -> Course:
         """A round of these clients, as functions of tensors."""

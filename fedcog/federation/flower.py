@@ -332,7 +332,7 @@ def client_app(prepare: Prepare) -> ClientApp:
         keepsake = Keepsake(context.node_config.get("state-dir"), str(ask["run"]), client, once)
         if "kept" in context.state:
             keepsake.given(tensors(context.state.array_records["kept"]))
-        before = keepsake.before(round, algorithm.client_init(shared))
+        before = keepsake.before(round, simulation.newcomer(algorithm, shared, client))
         done, after = simulation.alone(
             algorithm, shared, client, before, round, float(ask["lr"]), bool(ask["score"]) and not secure
         )

@@ -46,8 +46,7 @@ class Ranks:
     def gather(self, simulation: Simulation, algorithm: Algorithm, work: Work) -> Gathered:
         """What comes of a round, every process having trained its share of the clients."""
         shares = [work.clients[part] for part in _parts(len(work.clients), self.count)]
-        own = simulation.store.take(work.clients, algorithm, work.shared)
-        states = {client: tree.pick(own, row) for row, client in enumerate(work.clients)}
+        states = {client: simulation.kept(algorithm, work.shared, client) for client in work.clients}
         what = {"shared": work.shared, "round": work.round, "lr": work.lr, "score": work.before is not None}
         for rank, share in enumerate(shares[1:], 1):
             self._send(rank, what | {"kept": {str(client): states[client] for client in share}})

@@ -1,15 +1,18 @@
 """A federation in one process: every client's data and kept state on this machine."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from fedcog import tree
 from fedcog.algorithms import Algorithm, Origin
 from fedcog.federation import evaluate
 from fedcog.federation.cohort import Cohort
 from fedcog.federation.course import Members
+from fedcog.federation.devices import Device
 from fedcog.federation.outcomes import Outcome, side_by_side
 from fedcog.federation.parties import Party
 from fedcog.federation.rounds import Diverged, Gathered, Report, Work
@@ -32,6 +35,7 @@ class Simulation:
         weight_cap: int,
         weights: Weights = "examples",
         skip_diverged: bool = False,
+        devices: Sequence[Device] = (),
     ) -> None:
         self.cohort, self.store, self.skip_diverged = cohort, Store(cohort.data.device), skip_diverged
         data, task = cohort.data, cohort.task
@@ -45,10 +49,18 @@ class Simulation:
         self.weights = (data.sizes.clamp(max=cap).to(data.dtype) / cap).to(data.device)
         if weights == "uniform":
             self.weights = torch.ones_like(self.weights)
-        if local_epochs:
-            self.steps = (data.sizes.double() * local_epochs / cohort.batch_size - 1e-9).ceil().clamp(min=1).long()
-        else:
-            self.steps = torch.full_like(data.sizes, local_steps)
+        self.devices = devices or [Device("", data.clients)]
+        kinds = torch.tensor([device.clients for device in self.devices])
+        self._kind = torch.arange(len(kinds)).repeat_interleave(kinds).tolist()
+
+        def steps(device: Device, sizes: Tensor) -> Tensor:
+            epochs = local_epochs if device.epochs is None and device.steps is None else device.epochs
+            if epochs:
+                return (sizes.double() * epochs / cohort.batch_size - 1e-9).ceil().clamp(min=1).long()
+            return torch.full_like(sizes, device.steps or local_steps)
+
+        own = data.sizes.split(kinds.tolist())
+        self.steps = torch.cat([steps(device, sizes) for device, sizes in zip(self.devices, own, strict=True)])
         cohort.horizon = int(self.steps.max())
 
     def begin(self, algorithm: Algorithm) -> State:
@@ -122,28 +134,50 @@ class Simulation:
 
     def members(self, algorithm: Algorithm, shared: State, clients: Sequence[int]) -> Members:
         """Clients with all that they have of their own."""
-        number, own = torch.tensor(clients), self.store.take(clients, algorithm, shared)
+        number, own = torch.tensor(clients), self.store.take(clients, lambda: self.cohort.newcomer(algorithm, shared))
         rows = number.to(self.counts.device)
         return Members(number, own, self.weights[rows], self.counts[rows], self.sizes[rows], self.steps[number])
 
     def _train(
         self, algorithm: Algorithm, shared: State, clients: Sequence[int], round: int, lr: float, score: bool
     ) -> tuple[Outcome, list[State]]:
-        """What comes of the clients' round, and what each would keep; part by part where memory asks for it."""
-        parts, done, kept = self.cohort.parts(len(clients)), list[Outcome](), list[State]()
+        """What comes of the clients' round, and what each would keep; kinds of devices apart.
+
+        Where memory asks for it, a kind's clients are trained part by part.
+        """
+        done, kept = list[Outcome](), list[State]()
+        for kind, same in itertools.groupby(clients, self._kind.__getitem__):
+            some, chosen = list(same), self.devices[kind].adapt(algorithm)
+            most = min(len(clients), self.devices[kind].clients)  # as many as may ever come of this kind
+            outcomes, states = self._train_alike(chosen, shared, some, round, lr, score, most)
+            done, kept = [*done, *outcomes], [*kept, *states]
+        return side_by_side(done), kept
+
+    def _train_alike(
+        self, algorithm: Algorithm, shared: State, clients: list[int], round: int, lr: float, score: bool, most: int
+    ) -> tuple[list[Outcome], list[State]]:
+        size, done, kept = self.cohort.parts(most)[0].stop, list[Outcome](), list[State]()
         try:
-            for part in parts:
-                some = clients[part]
+            for start in range(0, len(clients), size):
+                some = clients[start : start + size]
                 members = self.members(algorithm, shared, some)
-                outcome = self.cohort.train(algorithm, shared, members, round, lr, score, size=parts[0].stop)
+                outcome = self.cohort.train(algorithm, shared, members, round, lr, score, size=size)
                 kept += self.store.rows(some, outcome.kept)
                 done.append(outcome._replace(kept={}))
         except torch.cuda.OutOfMemoryError:
             del done, kept
-            if not self.cohort.shrink(parts[0].stop):
+            if not self.cohort.shrink(size):
                 raise
-            return self._train(algorithm, shared, clients, round, lr, score)
-        return side_by_side(done), kept
+            return self._train_alike(algorithm, shared, clients, round, lr, score, most)
+        return done, kept
+
+    def newcomer(self, algorithm: Algorithm, shared: State, client: int) -> State:
+        """What a client keeps before it has ever taken part."""
+        return self.cohort.newcomer(self.devices[self._kind[client]].adapt(algorithm), shared)
+
+    def kept(self, algorithm: Algorithm, shared: State, client: int) -> State:
+        """What a client keeps, or would, had it taken part."""
+        return tree.pick(self.store.take([client], lambda: self.newcomer(algorithm, shared, client)), 0)
 
     def _settle(
         self,
@@ -197,7 +231,8 @@ def gather_together(simulations: Sequence[Simulation], algorithm: Algorithm, wor
     They are simulations of one experiment that differ in their seed alone, in the same round.
     """
     first, work = simulations[0].cohort, works[0]
-    if len(works) > 1 and first.mapping != "loop" and len(first.parts(sum(len(one.clients) for one in works))) == 1:
+    count, alike = sum(len(one.clients) for one in works), len(simulations[0].devices) == 1
+    if alike and len(works) > 1 and first.mapping != "loop" and len(first.parts(count)) == 1:
         parties = [
             Party(simulation.cohort, one.shared, simulation.members(algorithm, one.shared, one.clients))
             for simulation, one in zip(simulations, works, strict=True)
@@ -205,7 +240,7 @@ def gather_together(simulations: Sequence[Simulation], algorithm: Algorithm, wor
         try:
             done = first.train_together(algorithm, parties, work.round, work.lr, work.before is not None)
         except torch.cuda.OutOfMemoryError:
-            first.shrink(sum(len(one.clients) for one in works))
+            first.shrink(count)
         else:
             return [
                 simulation.gathered(

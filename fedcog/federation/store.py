@@ -1,12 +1,11 @@
 """What the clients keep between rounds."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from fedcog import tree
-from fedcog.algorithms import Algorithm
 from fedcog.tree import Params, State
 
 
@@ -23,10 +22,10 @@ class Store:
         self._room = free if room is None else room
         self._kept: dict[int, State] = {}
 
-    def take(self, clients: Sequence[int], algorithm: Algorithm, shared: State) -> State:
-        """The clients' states, stacked; a newcomer's is what the algorithm starts one with."""
-        newcomer = algorithm.client_init(shared)
-        return tree.stack([tree.to(self._kept.get(client, newcomer), self._device) for client in clients])
+    def take(self, clients: Sequence[int], newcomer: Callable[[], State]) -> State:
+        """The clients' states, stacked; of who never took part, what `newcomer` tells."""
+        fresh = {} if self._kept.keys() >= set(clients) else newcomer()
+        return tree.stack([tree.to(self._kept.get(client, fresh), self._device) for client in clients])
 
     def put(self, clients: Sequence[int], kept: Sequence[State], sound: Sequence[bool]) -> None:
         """Keep the clients' states, but for those that are not sound: theirs stay as they were."""

@@ -107,11 +107,8 @@ def absent_and_new_clients(algorithm: Algorithm) -> None:
     stale = {name for name in kept if name.startswith("0::")}
     assert all(torch.equal(kept[name], after[name]) for name in stale), "an absent client's state changed."
     assert not any(name.startswith("2::") for name in after), "a client that never took part has a state."
-    first, later = _form(algorithm.client_init(shared)), _form(tree.pick(store.take([0], algorithm, shared), 0))
-    assert first == later, f"what a client keeps is not what it starts with: {_differ(first, later)}."
-    newcomer = tree.flatten(tree.pick(store.take([2], algorithm, shared), 0))
-    expected = tree.flatten(algorithm.client_init(shared))
-    assert newcomer.keys() == expected.keys() and all(torch.equal(newcomer[name], expected[name]) for name in expected)
+    first, last = (_form(small.backend.kept(algorithm, shared, client)) for client in (2, 0))
+    assert first == last, f"what a client keeps is not what it starts with: {_differ(first, last)}."
 
 
 def dormant_fedcog_is_it(algorithm: Algorithm) -> None:

@@ -85,7 +85,7 @@ def test_states_are_kept_one_by_one_but_for_those_that_are_not_sound() -> None:
     store = Store(torch.device("cpu"), room=2 * 4 * 10)
     kept = {"previous": torch.arange(40.0).reshape(4, 10)}
     store.put([0, 1, 2, 3], store.rows([0, 1, 2, 3], kept), [True, True, False, True])
-    taken = store.take([3, 0], FedAvg(), {})
+    taken = store.take([3, 0], dict)
     assert torch.equal(taken["previous"], kept["previous"][[3, 0]])
     assert set(store.flatten()) == {"0::previous", "1::previous", "3::previous"}
 
@@ -97,7 +97,7 @@ def test_a_gpu_keeps_few_states_and_the_host_the_others() -> None:
     kept = {"previous": torch.arange(40.0, device="cuda").reshape(4, 10)}
     store.put(range(4), store.rows(range(4), kept), [True] * 4)
     assert [value.device.type for value in store.flatten().values()] == ["cuda", "cuda", "cpu", "cpu"]
-    assert torch.equal(store.take([3, 0], FedAvg(), {})["previous"], kept["previous"][[3, 0]])
+    assert torch.equal(store.take([3, 0], dict)["previous"], kept["previous"][[3, 0]])
 
 
 @pytest.mark.gpu

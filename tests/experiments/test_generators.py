@@ -55,6 +55,8 @@ def test_a_run_with_a_generator_of_your_own_is_recorded_reported_and_resumed_bit
 def test_a_comparison_gives_it_to_whom_it_is_for(tmp_path: Path) -> None:
     experiments = [dataclasses.replace(OWN, algorithm=algorithm) for algorithm in (FedAvg(), COG, OWN.algorithm)]
     assert len(fedcog.compare(experiments, [0], tmp_path, generator=mine())) == 3
+    with pytest.raises(ModelError, match=r"the generator gave \(4, 64\), and inputs have shape \(4, 1, 8, 8\)"):
+        fedcog.run(OWN, tmp_path / "x", generator=nn.Linear(6, 64))
     with pytest.raises(ConfigError, match="FedCOG\\(generator='custom'\\): say so"):
         fedcog.run(TINY, tmp_path / "x", generator=mine())
 

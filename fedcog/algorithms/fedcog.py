@@ -27,13 +27,17 @@ class FedCOG(Wrapper):
     the paper's way without a hyper-parameter, or `fixed`. Labels are shared out by largest remainder, and inputs and
     teacher's outputs are both those of the last step (published code floors the one and mixes up the other). Only the
     inner data term is scaled, no penalty. It sends what the inner algorithm sends.
+
+    Beyond the paper, `lambda_bn` weighs DeepInversion's term (Yin et al., CVPR 2020), whose statistics are those of the
+    inputs that are optimised at a time. A generator begins every round anew: the paper's with random weights or those
+    of a file, one of your own with its own.
     """
 
     count: int = setting(256, "inputs generated per client and round", "> 0")
     steps: int = setting(100, "optimisation steps of the inputs", ">= 0")
     lambda_dis: float = setting(0.1, "weight of the disagreement between global and previous local model", ">= 0")
     lambda_bn: float = setting(
-        0.0, "weight of how unlike the data's the inputs' statistics in BatchNorm layers are (DeepInversion)", ">= 0"
+        0.0, "weight of how far the inputs' statistics are from the global model's in its BatchNorm layers", ">= 0"
     )
     lr: float = setting(0.01, "learning rate of the inputs", "> 0")
     beta1: float = setting(0.5, "Adam's decay of the mean, for the inputs", ">= 0", "< 1")

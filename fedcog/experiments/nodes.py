@@ -35,7 +35,7 @@ def check_flower(experiment: Experiment) -> None:
     """Refuse what cannot be carried out on Flower, all faults at once."""
     faults = check_nodes(experiment)
     if "custom" in (experiment.dataset, experiment.model, generating(experiment.algorithm).generator):
-        faults.append("data or a network of your own does not reach Flower's nodes yet: set --backend simulator.")
+        faults.append("data or networks of your own do not reach Flower's nodes yet: set --backend simulator.")
     for name, layer in layers(experiment.algorithm):
         if not type(layer).__module__.startswith("fedcog."):
             faults.append(f"{name} is an algorithm of your own, unknown to Flower's nodes: set --backend simulator.")

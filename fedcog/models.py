@@ -178,7 +178,8 @@ class Model:
             other._reduced, dtype = dtype, torch.float32
         other._train = copy.deepcopy(self._train).to(device, dtype)
         other._eval = copy.deepcopy(self._eval).to(device, dtype)
-        other.generator = self.generator and copy.deepcopy(self.generator).to(device, dtype)
+        if self.generator is not None:
+            other.generator = copy.deepcopy(self.generator).to(device, dtype)
         other.params = {name: value.to(device, dtype) for name, value in self.params.items()}
         other.buffers = {name: value.to(device, dtype) for name, value in self.buffers.items()}
         return other

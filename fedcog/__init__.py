@@ -32,10 +32,12 @@ from fedcog.algorithms import (
 from fedcog.data import DataError, Dataset, from_arrays, from_torch
 from fedcog.experiments.compare import compare
 from fedcog.experiments.config import Experiment, make_algorithm
+from fedcog.experiments.pretrained import pretrain
 from fedcog.experiments.record import RecordError
 from fedcog.experiments.run import Run, load, read, run
 from fedcog.experiments.summary import Group, group
 from fedcog.federation.rounds import Diverged
+from fedcog.generators import ConvGenerator
 from fedcog.models import Model, ModelError
 from fedcog.settings import ConfigError
 
@@ -46,6 +48,7 @@ __all__ = [
     "VHL",
     "Algorithm",
     "ConfigError",
+    "ConvGenerator",
     "DataError",
     "Dataset",
     "Ditto",
@@ -77,6 +80,7 @@ __all__ = [
     "group",
     "load",
     "make_algorithm",
+    "pretrain",
     "read",
     "run",
 ]

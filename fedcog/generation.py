@@ -23,6 +23,7 @@ class Recipe(NamedTuple):
     lr: float
     betas: tuple[float, float]
     disagreement: float  # lambda_dis
+    statistics: float = 0.0  # lambda_bn
     batch: int = 0  # how many inputs are optimised at a time; 0: all
     marks: tuple[int, ...] = ()
     shown: tuple[int, ...] = ()
@@ -45,7 +46,7 @@ def generate(
 ) -> State:
     """Inputs {"x"} made of `noise` that `teacher` gives `labels` to and on which `student` disagrees (eq. 1)."""
     made = begin({"x": noise}, labels, recipe)
-    loss = objective(task, model, teacher, student, recipe.disagreement, len(noise))
+    loss = objective(task, model, teacher, student, recipe.disagreement, len(noise), statistics=recipe.statistics)
     for step in torch.arange(recipe.steps, device=noise.device):
         made = improve(loss, made, step, recipe, gradient)
     return made | {"x": made["learnt"]["x"]}
@@ -73,18 +74,22 @@ def objective(
     disagreement: float,
     number: int,
     render: Render = as_they_are,
+    statistics: float = 0.0,
 ) -> Loss:
     """The loss of generated inputs {"x"} for the labels {"y"}: task loss + disagreement * (1 - divergence).
 
-    It is divided by their whole `number`, never by the batch, so that the batch decides about memory alone.
+    It is divided by their whole `number`, never by the batch, so that the batch decides about memory alone. Only what
+    `statistics` weighs, how strange a batch is to the teacher's BatchNorm, is of the batch and counts for all in it.
     """
 
     def loss(learnt: Params, batch: Params) -> Tensor:
         x = render(learnt)
-        sure = model.predict(teacher, x)
+        sure, strangeness = model.strangeness(teacher, x) if statistics else (model.predict(teacher, x), 0.0)
         each = task.loss(sure, batch["y"])
         if disagreement:
             each = each + disagreement * (1 - task.divergence(sure, model.predict(student, x)))
+        if statistics:
+            each = each + statistics * strangeness
         return each.sum() / number
 
     return loss

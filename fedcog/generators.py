@@ -1,18 +1,21 @@
 """Generators as pure functions of random numbers: images for FedCOG, virtual data for VHL, features for FedGen."""
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.func import grad_and_value
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value
+from torch.nn.modules.batchnorm import _NormBase
 
+from fedcog.models import Model, ModelError
 from fedcog.optimiser import Motion, Optimiser
 from fedcog.tree import Params, State
 
 LATENT, CHANNELS = 64, 32  # of the style generator
-NOISE = 256  # numbers that go into the convolutional generator, for one image
+NOISE = 256  # numbers that go into an image generator, for one image, if nobody says otherwise
 
 
 def noise_shape(input_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -59,32 +62,108 @@ def style_images(latents: Tensor, numbers: Tensor, input_shape: tuple[int, ...])
     return torch.tanh(F.interpolate(x, size=input_shape[1:], mode="bilinear", align_corners=False)) * 2
 
 
-def conv_sizes(input_shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+def conv_sizes(input_shape: tuple[int, ...], noise: int) -> list[tuple[int, ...]]:
     """The shapes of the convolutional generator's weights: a linear layer, then three 3x3 convolutions."""
+    if len(input_shape) != 3:
+        raise ModelError("fedcog.generator 'conv' makes images, and the inputs here are none: set it to 'none'.")
     channels, height, width = input_shape
     small = -(-height // 4) * -(-width // 4)
-    return [(128 * small, NOISE), (128, 128, 3, 3), (64, 128, 3, 3), (channels, 64, 3, 3)]
+    return [(128 * small, noise), (128, 128, 3, 3), (64, 128, 3, 3), (channels, 64, 3, 3)]
 
 
-def conv_generator(numbers: Tensor, input_shape: tuple[int, ...]) -> Params:
+def conv_weights(numbers: Tensor, input_shape: tuple[int, ...], noise: int) -> Params:
     """The weights of the convolutional generator, made of standard normal `numbers`."""
-    parts = _parts(numbers, conv_sizes(input_shape))
+    parts = _parts(numbers, conv_sizes(input_shape, noise))
     return {f"weight{place}": part / math.sqrt(part[0].numel()) for place, part in enumerate(parts)}
 
 
-def conv_images(learnt: Params, input_shape: tuple[int, ...]) -> Tensor:
-    """Images that a convolutional generator makes of noise {"noise"} (FedCOG, appendix A.4.2).
+def conv_images(weights: Params, noise: Tensor, input_shape: tuple[int, ...]) -> Tensor:
+    """Images that a convolutional generator makes of noise (FedCOG, appendix A.4.2).
 
     A quarter of the height and width is doubled twice; every layer is normalised over the batch, the last one too, so
     that images have the mean and deviation that models are used to.
     """
     height, width = input_shape[1:]
-    x = F.linear(learnt["noise"], learnt["weight0"]).reshape(-1, 128, -(-height // 4), -(-width // 4))
+    x = F.linear(noise, weights["weight0"]).reshape(-1, 128, -(-height // 4), -(-width // 4))
     x = F.interpolate(_normal(x), scale_factor=2, mode="nearest")
-    x = F.leaky_relu(_normal(F.conv2d(x, learnt["weight1"], padding=1)), 0.2)
+    x = F.leaky_relu(_normal(F.conv2d(x, weights["weight1"], padding=1)), 0.2)
     x = F.interpolate(x, size=(height, width), mode="nearest")
-    x = F.leaky_relu(_normal(F.conv2d(x, learnt["weight2"], padding=1)), 0.2)
-    return _normal(F.conv2d(x, learnt["weight3"], padding=1))
+    x = F.leaky_relu(_normal(F.conv2d(x, weights["weight2"], padding=1)), 0.2)
+    return _normal(F.conv2d(x, weights["weight3"], padding=1))
+
+
+class ConvGenerator(nn.Module):
+    """The same as a network with weights of its own: something to pre-train."""
+
+    def __init__(self, input_shape: tuple[int, ...], noise: int = NOISE) -> None:
+        super().__init__()
+        self.input_shape = input_shape
+        numbers = torch.randn(sum(map(math.prod, conv_sizes(input_shape, noise))))
+        for name, value in conv_weights(numbers, input_shape, noise).items():
+            self.register_parameter(name, nn.Parameter(value))
+
+    def forward(self, noise: Tensor) -> Tensor:
+        """Images of noise [n, numbers]."""
+        return conv_images(dict(self.named_parameters()), noise, self.input_shape)
+
+
+def begin(model: Model, noise: Tensor, numbers: Tensor | None) -> Params:
+    """What learns to make inputs: noise {".noise"}, and the weights of the model's generator.
+
+    Where the model has none, it is the paper's, with weights made of standard normal `numbers`.
+    """
+    if model.generator is not None:
+        weights = {name: value.detach() for name, value in model.generator.named_parameters() if value.requires_grad}
+    else:
+        assert numbers is not None, "what begins afresh is drawn"
+        weights = conv_weights(numbers, model.input_shape, noise.shape[-1])
+    return weights | {".noise": noise}
+
+
+def inputs(model: Model, learnt: Params) -> Tensor:
+    """The inputs that a generator makes with what was learnt."""
+    weights = {name: value for name, value in learnt.items() if name != ".noise"}
+    if model.generator is None:
+        return conv_images(weights, learnt[".noise"], model.input_shape)
+    made: Tensor = functional_call(model.generator, weights, (learnt[".noise"],))
+    return made
+
+
+def usable(generator: nn.Module, noise: int, input_shape: tuple[int, ...]) -> nn.Module:
+    """A copy of a generator that makes inputs of so many random numbers each, or the reason why it cannot.
+
+    It is used as in evaluation, but BatchNorm normalises over the batch: while weights learn, running statistics would
+    be those of another network.
+    """
+    if not isinstance(generator, nn.Module):
+        raise ModelError(f"{generator!r} is not an nn.Module: give an instance, such as MyGenerator().")
+    generator = copy.deepcopy(generator).cpu().float().eval()
+    for part in generator.modules():
+        if isinstance(part, _NormBase):
+            part.running_mean = part.running_var = part.num_batches_tracked = None
+            part.track_running_stats = False
+    numbers = torch.randn(4, noise, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        try:
+            made, again = generator(numbers), generator(numbers)
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise ModelError(
+                f"the generator does not take noise of shape {(4, noise)}: {error}. Set fedcog.noise to the numbers it "
+                "makes an input of."
+            ) from error
+    wanted = (4, *input_shape)
+    if not isinstance(made, Tensor) or made.shape != wanted:
+        shown = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
+        raise ModelError(
+            f"for noise of shape {(4, noise)} the generator gave {shown}, and inputs have shape {wanted}: change its "
+            "last layer."
+        )
+    if not torch.equal(made.nan_to_num(), again.nan_to_num()):
+        raise ModelError(
+            "the generator does not make the same inputs of the same noise: it must draw random numbers of its own, or "
+            "write to its buffers, and a run could not be repeated. Take that part out."
+        )
+    return generator
 
 
 def _normal(x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from fedcog.layers import Layers
@@ -28,13 +29,21 @@ class Model:
     stands still (frozen weights, tables) stays in the network. `head` is the name of the linear layer whose outputs are
     the logits, and features are what goes into it; None where there is no such layer. Weights handed in may hold more
     than the network's: what others have added is let lie. `batch` is the smallest batch it will be trained on.
+    `generator` is a network that makes its inputs of noise, if one is at hand.
     """
 
-    def __init__(self, module: nn.Module, input_shape: tuple[int, ...], classes: int, batch: int = 4) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        input_shape: tuple[int, ...],
+        classes: int,
+        batch: int = 4,
+        generator: nn.Module | None = None,
+    ) -> None:
         if not isinstance(module, nn.Module):
             raise ModelError(f"{module!r} is not an nn.Module: give an instance, such as MyNet().")
         moving, self.head = _refuse_what_cannot_work(module, input_shape, classes, min(batch, 4))
-        self.input_shape, self.classes = tuple(input_shape), classes
+        self.input_shape, self.classes, self.generator = tuple(input_shape), classes, generator
         self._channels_last = _takes_channels_last(module, input_shape, min(batch, 4))
         module = copy.deepcopy(module)
         for part in module.modules():
@@ -64,6 +73,33 @@ class Model:
     def predict(self, weights: Params, x: Tensor) -> Tensor:
         """The logits in use; `weights` are parameters and buffers together, and none is written."""
         return self._call(self._eval, weights, x)[0]
+
+    def strangeness(self, weights: Params, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The logits in use, and how unlike the data the inputs are: R_feature (DeepInversion, Yin et al., CVPR 2020).
+
+        It is the sum over BatchNorm layers of |mean - running mean| + |variance - running variance|: lengths of vectors
+        with a number for each channel, whose mean and variance are over the batch and all places.
+        """
+        found = list[Tensor]()
+
+        def compare(layer: nn.Module, inputs: tuple[Tensor]) -> None:
+            features = inputs[0].to(x.dtype)
+            over = [dim for dim in range(features.dim()) if dim != 1]
+            mean, variance = features.mean(over), features.var(over, unbiased=False)
+            found.append((mean - layer.get_buffer("running_mean")).norm())
+            found.append((variance - layer.get_buffer("running_var")).norm())
+
+        with contextlib.ExitStack() as around:
+            for layer in self.batch_norms:
+                around.callback(layer.register_forward_pre_hook(compare).remove)
+            logits = self.predict(weights, x)
+        return logits, torch.stack(found).sum()
+
+    @property
+    def batch_norms(self) -> list[_BatchNorm]:
+        """The layers with running statistics."""
+        layers = [part for part in self._eval.modules() if isinstance(part, _BatchNorm)]
+        return [layer for layer in layers if layer.running_mean is not None]
 
     def features(self, weights: Params, x: Tensor) -> Tensor:
         """What goes into the head, in use."""
@@ -157,6 +193,8 @@ class Model:
         other._held = {}
         other._train = copy.deepcopy(self._train).to(device, dtype)
         other._eval = copy.deepcopy(self._eval).to(device, dtype)
+        if self.generator is not None:
+            other.generator = copy.deepcopy(self.generator).to(device, dtype)
         other.params = {name: value.to(device, dtype) for name, value in self.params.items()}
         other.buffers = {name: value.to(device, dtype) for name, value in self.buffers.items()}
         return other

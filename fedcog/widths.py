@@ -40,8 +40,8 @@ def held(module: nn.Module, head: str, input_shape: tuple[int, ...], width: floa
                 layer.register_forward_hook(_passed(name, masks, filled))
             elif list(layer.parameters(recurse=False)) or list(layer.buffers(recurse=False)):
                 raise Uncuttable(
-                    f"layer '{name[:-1]}' ({type(layer).__name__}) mixes or holds numbers of all channels: only networks of "
-                    "linear layers, convolutions and BatchNorm have narrower ones inside them."
+                    f"layer '{name[:-1]}' ({type(layer).__name__}) mixes or holds numbers of all channels: only "
+                    "networks of linear layers, convolutions and BatchNorm have narrower ones inside them."
                 )
         with torch.no_grad():
             probe(torch.full((2, *input_shape), filled, device=some.device, dtype=some.dtype))
@@ -88,8 +88,8 @@ def _there(name: str, x: Tensor, axis: int, filled: float) -> Tensor:
     there = (x != 0).movedim(axis, 0).flatten(1).any(1)
     if not filled and bool(there.any()):
         raise Uncuttable(
-            f"something comes into layer '{name[:-1]}' even where nothing goes into the network: an activation that makes "
-            "something of 0, such as a sigmoid, would let channels be seen that are not there."
+            f"something comes into layer '{name[:-1]}' even where nothing goes into the network: an activation that "
+            "makes something of 0, such as a sigmoid, would let channels be seen that are not there."
         )
     return there
 

@@ -112,6 +112,93 @@ def test_generation_leaves_running_statistics_alone() -> None:
     assert all(torch.equal(before[name], weights[name]) for name in weights)
 
 
+def normalised() -> tuple[nn.Module, Model, Params]:
+    """A network with BatchNorm over places and without, whose running statistics are far from those of noise."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = nn.Sequential(
+            *(nn.Conv2d(2, 5, 3), nn.BatchNorm2d(5), nn.ReLU(inplace=True), nn.Flatten()),
+            *(nn.Linear(20, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 4)),
+        ).double()
+        for part in module.modules():
+            if isinstance(part, nn.BatchNorm2d | nn.BatchNorm1d):
+                assert part.running_mean is not None and part.running_var is not None
+                part.running_mean.normal_()
+                part.running_var.uniform_(0.5, 2)
+    model = Model(module, (2, 4, 4), 4).to(torch.device("cpu"), torch.float64)
+    return module.eval(), model, model.params | model.buffers
+
+
+def pictures(number: int) -> Tensor:
+    return torch.randn(number, 2, 4, 4, generator=torch.Generator().manual_seed(2)).double()
+
+
+def strangeness(module: nn.Module, x: Tensor) -> float:
+    """R_feature by plain hooks on an ordinary network, in loops over channels."""
+    total = 0.0
+
+    def note(layer: nn.BatchNorm2d, given: tuple[Tensor]) -> None:
+        nonlocal total
+        channels = given[0].transpose(0, 1).flatten(1).tolist()
+        means = [sum(values) / len(values) for values in channels]
+        spread = [
+            sum((v - mean) ** 2 for v in values) / len(values) for values, mean in zip(channels, means, strict=True)
+        ]
+        for found, running in ((means, layer.running_mean), (spread, layer.running_var)):
+            assert running is not None
+            total += sum((a - b) ** 2 for a, b in zip(found, running.tolist(), strict=True)) ** 0.5
+
+    for part in (module[1], module[5]):  # type: ignore[index]
+        part.register_forward_pre_hook(note)
+    with torch.no_grad():
+        module(x)
+    return total
+
+
+def test_strangeness_is_deepinversions_term_by_hand() -> None:
+    module, model, weights = normalised()
+    logits, found = model.strangeness(weights, pictures(5))
+    assert torch.equal(logits, model.predict(weights, pictures(5)))
+    assert found.item() == pytest.approx(strangeness(module, pictures(5)), rel=1e-12)
+    moved = weights | {"1.running_mean": weights["1.running_mean"] + 1}
+    assert abs(model.strangeness(moved, pictures(5))[1].item() - found.item()) > 0.1  # of these weights, no others
+
+
+@pytest.mark.parametrize("gradient", [autograd, functional])
+def test_the_gradient_of_the_statistics_agrees_with_finite_differences(gradient: generation.Gradient) -> None:
+    _, model, weights = normalised()
+    x, y = pictures(3), torch.tensor([0, 1, 3])
+    loss = generation.objective(task, model, weights, weights, 0.1, 3, statistics=0.7)
+    slope = gradient(loss, {"x": x}, {"y": y})[0]["x"].flatten()
+    for place in range(0, x.numel(), 5):
+        shift = torch.zeros_like(x)
+        shift.view(-1)[place] = 1e-6
+        rise = loss({"x": x + shift}, {"y": y}) - loss({"x": x - shift}, {"y": y})
+        assert slope[place].item() == pytest.approx(rise.item() / 2e-6, rel=1e-4, abs=1e-7)
+
+
+def test_the_statistics_of_a_batch_count_for_its_inputs() -> None:
+    """Optimised two and one at a time: each part's own statistics, weighed by its share of all."""
+    _, model, weights = normalised()
+    x, y = pictures(3), torch.tensor([0, 1, 3])
+    plain, whole = (generation.objective(task, model, weights, weights, 0.1, 3, statistics=s) for s in (0.0, 0.7))
+    parts = [(x[:2], y[:2]), (x[2:], y[2:])]
+    more = sum(len(a) / 3 * model.strangeness(weights, a)[1] for a, _ in parts)
+    found = sum(whole({"x": a}, {"y": b}) for a, b in parts)
+    assert float(found) == pytest.approx(float(plain({"x": x}, {"y": y}) + 0.7 * more), rel=1e-12)
+
+
+def test_inputs_become_less_strange() -> None:
+    _, model, weights = normalised()
+    recipe = Recipe(steps=60, lr=0.05, betas=(0.5, 0.9), disagreement=0.1)
+    found = {}
+    for strength in (0.0, 1.0):
+        one = recipe._replace(statistics=strength)
+        made = generation.generate(task, model, weights, weights, torch.arange(8) % 4, pictures(8), one, autograd)
+        found[strength] = model.strangeness(weights, made["x"])[1].item()
+    assert found[1.0] < 0.7 * found[0.0]
+
+
 @pytest.mark.parametrize("batch", [0, 2, 3])
 def test_what_is_shown_is_what_was_made(batch: int) -> None:
     model, teacher, student = pair()

@@ -1,8 +1,9 @@
 """FedCOG (Ye et al., ICLR 2024): clients complement their data with inputs the global model is sure of."""
 
+import functools
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -26,16 +27,28 @@ class FedCOG(Wrapper):
     the paper's way without a hyper-parameter, or `fixed`. Labels are shared out by largest remainder, and inputs and
     teacher's outputs are both those of the last step (published code floors the one and mixes up the other). Only the
     inner data term is scaled, no penalty. It sends what the inner algorithm sends.
+
+    Beyond the paper, `lambda_bn` weighs DeepInversion's term (Yin et al., CVPR 2020), whose statistics are those of the
+    inputs that are optimised at a time. A generator begins every round anew: the paper's with random weights or those
+    of a file, one of your own with its own.
     """
+
+    local: ClassVar[tuple[str, ...]] = (
+        *("count", "steps", "lambda_dis", "lambda_bn", "lr", "source", "labels", "supervision", "weighting"),
+        *("lambda_kd", "generator", "noise", "start_round", "generation_batch"),
+    )
 
     count: int = setting(256, "inputs generated per client and round", "> 0")
     steps: int = setting(100, "optimisation steps of the inputs", ">= 0")
     lambda_dis: float = setting(0.1, "weight of the disagreement between global and previous local model", ">= 0")
+    lambda_bn: float = setting(
+        0.0, "weight of how far the inputs' statistics are from the global model's in its BatchNorm layers", ">= 0"
+    )
     lr: float = setting(0.01, "learning rate of the inputs", "> 0")
     beta1: float = setting(0.5, "Adam's decay of the mean, for the inputs", ">= 0", "< 1")
     beta2: float = setting(0.9, "Adam's decay of the square, for the inputs", ">= 0", "< 1")
-    source: Literal["global+local", "global", "noise"] = setting(
-        "global+local", "what shapes the inputs: both models, the global one alone, or nothing"
+    source: Literal["global+local", "global", "noise", "nothing"] = setting(
+        "global+local", "what shapes the inputs: both models, the global one alone, or neither; nothing: there are none"
     )
     labels: Labels = setting("complementary", "which labels are asked for: those the client lacks, or all alike")
     supervision: Literal["soft", "hard"] = setting(
@@ -45,9 +58,10 @@ class FedCOG(Wrapper):
         "balanced", "shares of real and generated loss: by how much is missing, or 1 and lambda_kd"
     )
     lambda_kd: float = setting(0.01, "weight of the generated loss under fixed weighting", ">= 0")
-    generator: Literal["none", "conv"] = setting(
-        "none", "what learns to be inputs: these themselves, or noise and a convolutional network that makes them"
+    generator: Literal["none", "conv", "custom"] = setting(
+        "none", "what learns to be inputs: these themselves, or noise and a network that makes them, ours or your own"
     )
+    noise: int = setting(generators.NOISE, "random numbers that a generator makes an input of", "> 0")
     control: Literal["off", "loss", "lr"] = setting(
         "off", "nothing generated, to compare with: the real share on the loss alone, or on the learning rate"
     )
@@ -56,16 +70,15 @@ class FedCOG(Wrapper):
 
     def draws(self, round: int, model: Model, batch_size: int) -> dict[str, Draw]:
         """Noise, once awake: without it the rest of this class lies dormant."""
+        self._refuse(model)
         awake = {"noise": Draw((self.count, *model.input_shape))}
         asked = {"asked": Draw((self.count, 1 + model.classes), kind="uniform")}
-        if self.generator == "conv":
-            if len(model.input_shape) != 3:
-                raise ModelError(
-                    "fedcog.generator 'conv' makes images, and the inputs here are none: set it to 'none'."
-                )
-            size = sum(math.prod(shape) for shape in generators.conv_sizes(model.input_shape))
-            awake = {"noise": Draw((self.count, generators.NOISE)), "generator": Draw((size,))}
-        return self.inner.draws(round, model, batch_size) | (awake | asked if round >= self.start_round else {})
+        if self.generator != "none":
+            awake = {"noise": Draw((self.count, self.noise))}
+            if model.generator is None:
+                size = sum(map(math.prod, generators.conv_sizes(model.input_shape, self.noise)))
+                awake |= {"generator": Draw((size,))}
+        return self.inner.draws(round, model, batch_size) | (awake | asked if self._awake(round) else {})
 
     def client_init(self, shared: State) -> State:
         """A client that never took part has the global model for its previous one."""
@@ -78,14 +91,13 @@ class FedCOG(Wrapper):
             return draft
         labels = site.task.targets(site.counts, site.sizes, self.labels, draws["asked"])
         learnt = {"x": draws["noise"]}
-        if self.generator == "conv":
-            weights = generators.conv_generator(draws["generator"], site.model.input_shape)
-            learnt = {"noise": draws["noise"]} | weights
+        if self.generator != "none":
+            learnt = generators.begin(site.model, draws["noise"], draws.get("generator"))
         return draft | {"made": generation.begin(learnt, labels, self.recipe, self._render(site))}
 
     def redrafts(self, round: int) -> int:
         """The steps of the optimisation, once awake."""
-        return max(self.inner.redrafts(round), self.recipe.steps if round >= self.start_round else 0)
+        return max(self.inner.redrafts(round), self.recipe.steps if self._awake(round) else 0)
 
     def redraft(self, draft: State, site: Site) -> State:
         """The inputs one step of Adam on (eq. 1)."""
@@ -153,23 +165,40 @@ class FedCOG(Wrapper):
             lr=self.lr,
             betas=(self.beta1, self.beta2),
             disagreement=self.lambda_dis if self.source == "global+local" else 0.0,
+            statistics=self.lambda_bn,
             batch=self.generation_batch,
             marks=tuple(sorted({steps * quarter // 4 for quarter in range(5)})),
             shown=tuple(sorted({(self.count - 1) * eighth // 7 for eighth in range(8)})),
         )
 
+    def _refuse(self, model: Model) -> None:
+        """Say at once what cannot be done with a network."""
+        if self.lambda_bn and not model.batch_norms:
+            raise ModelError(
+                "fedcog.lambda_bn weighs running statistics of BatchNorm layers, and this network has none: set it to "
+                "0, or choose a network with BatchNorm, such as resnet18."
+            )
+        if self.generator == "custom" and model.generator is None:
+            raise ModelError(
+                "fedcog.generator 'custom' is a network of your own: give it from Python, fedcog.run(..., "
+                "generator=MyGenerator()), also to continue a run."
+            )
+
+    def _awake(self, round: int) -> bool:
+        return round >= self.start_round and self.source != "nothing"
+
     def _objective(self, site: Site, draft: State) -> generation.Loss:
         """What inputs are optimised for (eqs. 1 and 2)."""
-        teacher, strength = self._teacher(site), self.recipe.disagreement
-        student = teacher | site.own["previous"]
-        render = self._render(site)
-        return generation.objective(site.task, site.model, teacher, student, strength, self.count, render)
+        teacher, recipe = self._teacher(site), self.recipe
+        student, render = teacher | site.own["previous"], self._render(site)
+        models = site.task, site.model, teacher, student
+        return generation.objective(*models, recipe.disagreement, self.count, render, recipe.statistics)
 
     def _render(self, site: Site) -> generation.Render:
         """What makes inputs of what is learnt."""
         if self.generator == "none":
             return generation.as_they_are
-        return lambda learnt: generators.conv_images(learnt, site.model.input_shape)
+        return functools.partial(generators.inputs, site.model)
 
     def _teacher(self, site: Site) -> Params:
         """The model the client would start from."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from fedcog.data import Dataset
-from fedcog.experiments.config import Experiment, name_of
+from fedcog.experiments.config import Experiment, generating, name_of
 from fedcog.experiments.prepare import stacked, surroundings
 from fedcog.experiments.record import RunDirectory
 from fedcog.experiments.run import Run, Watch, carry_out, finish, read
@@ -37,6 +37,7 @@ def compare(
     *,
     data: Dataset | None = None,
     model: nn.Module | None = None,
+    generator: nn.Module | None = None,
     watch: Watch | None = None,
     stopping: Callable[[], bool] | None = None,
     command: str | None = None,
@@ -48,8 +49,9 @@ def compare(
     of an experiment run in step, their clients as one larger cohort: each ends as it would alone, but for rounding.
     """
     runs = list[Run]()
-    own = {"data": data, "model": model, "resume": True, "watch": watch, "stopping": stopping, "command": command}
+    common = {"data": data, "model": model, "resume": True, "watch": watch, "stopping": stopping, "command": command}
     for experiment, group in _groups(places(out, experiments, seeds)):
+        own = common | ({"generator": generator} if generating(experiment.algorithm).generator == "custom" else {})
         with surroundings(experiment.threads, experiment.tf32):
             steps = [carry_out(one, place, **own) for one, place in group]  # type: ignore[arg-type]
             done = finish(experiment, steps)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedcog import data, settings
-from fedcog.algorithms import ALGORITHMS, Algorithm, Wrapper
+from fedcog.algorithms import ALGORITHMS, Algorithm, FedCOG, Wrapper
 from fedcog.experiments import devices
 from fedcog.federation.devices import Device
 from fedcog.models import MODELS
@@ -57,6 +57,7 @@ class Experiment:
 
     model: str = setting("auto", "network: see `fedcog list`; auto: the paper's for the data set")
     pretrained: str = setting("", "safetensors file with the weights that the network begins with")
+    pretrained_generator: str = setting("", "safetensors file with the weights that FedCOG's generator begins with")
     rounds: int = setting(70, "communication rounds", ">= 1", identity=False)
     participation: float = setting(1.0, "share of the clients that takes part in a round", "> 0", "<= 1")
     selection: Literal["uniform", "power-of-choice"] = setting("uniform", "how the clients of a round are chosen")
@@ -136,6 +137,8 @@ class Experiment:
                     f"{name} reads the mean gradient off the way it went, which steps of {self.optimizer} do not "
                     "show: set --optimizer sgd, or choose another algorithm."
                 )
+        if self.pretrained_generator and generating(self.algorithm).generator == "none":
+            faults.append("pretrained_generator is for FedCOG with a generator: set --fedcog.generator conv.")
         if self.privacy != "off":
             faults += self._bars_to_privacy()
         named = [name for name, _ in layers(self.algorithm)]
@@ -225,6 +228,11 @@ def layers(algorithm: Algorithm) -> list[tuple[str, Algorithm]]:
         name = algorithm.name
     inside = layers(algorithm.inner) if isinstance(algorithm, Wrapper) else []
     return [(name, algorithm), *inside]
+
+
+def generating(algorithm: Algorithm) -> FedCOG:
+    """The layer that generates inputs; where there is none, one that has no generator."""
+    return next((layer for _, layer in layers(algorithm) if isinstance(layer, FedCOG)), FedCOG())
 
 
 def own_settings(layer: Algorithm) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def _ready(settings: str, node: str, network: Network | None, algorithms: tuple[
         held = {int(here["partition-id"]): torch.arange(len(data.train_y))}
     if threads:
         torch.set_num_threads(threads)
-    prepared = Prepared(experiment, data, network() if network else None, held, remote=True)
+    prepared = Prepared(experiment, data, network() if network else None, held=held, remote=True)
     return Ready(prepared.backend, experiment.algorithm, secure(experiment))
 
 

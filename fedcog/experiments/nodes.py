@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from fedcog.experiments.config import Experiment, layers, name_of, read_experiment
+from fedcog.experiments.config import Experiment, generating, layers, name_of, read_experiment
 from fedcog.experiments.prepare import Prepared, surroundings
 from fedcog.experiments.turns import Running, Turn
 from fedcog.federation import masking
@@ -34,8 +34,8 @@ def flows(experiment: Experiment) -> bool:
 def check_flower(experiment: Experiment) -> None:
     """Refuse what cannot be carried out on Flower, all faults at once."""
     faults = check_nodes(experiment)
-    if "custom" in (experiment.dataset, experiment.model):
-        faults.append("data or a network of your own does not reach Flower's nodes yet: set --backend simulator.")
+    if "custom" in (experiment.dataset, experiment.model, generating(experiment.algorithm).generator):
+        faults.append("data or networks of your own do not reach Flower's nodes yet: set --backend simulator.")
     for name, layer in layers(experiment.algorithm):
         if not type(layer).__module__.startswith("fedcog."):
             faults.append(f"{name} is an algorithm of your own, unknown to Flower's nodes: set --backend simulator.")
@@ -54,6 +54,11 @@ def check_deployed(experiment: Experiment, own_data: bool) -> list[str]:
         faults.append(
             "clients count by their examples, and nobody knows who has most: set --weight-cap, the number of examples "
             "from which on a client counts in full, or --weights uniform."
+        )
+    if experiment.pretrained_generator or generating(experiment.algorithm).generator == "custom":
+        faults.append(
+            "nodes are sent the model alone, and no generator: set --fedcog.generator conv, which begins afresh, and "
+            "no --pretrained-generator."
         )
     if experiment.checkpoint_every != 1:
         faults.append("nodes remember their last round alone: set --checkpoint-every 1.")

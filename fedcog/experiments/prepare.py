@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from fedcog.data import DataError, Dataset, FederatedData, partition, sources
 from fedcog.data.partition import Rule
-from fedcog.experiments.config import Experiment, Recorded, RecordedWrapper, layers, name_of
-from fedcog.experiments.pretrained import pretrained
+from fedcog.experiments.config import Experiment, Recorded, RecordedWrapper, generating, layers, name_of
+from fedcog.experiments.pretrained import pretrained, ready_generator
 from fedcog.federation import evaluate, graphs
 from fedcog.federation.cohort import Cohort, Mapping
 from fedcog.federation.privacy import Privacy
@@ -37,8 +37,8 @@ SHORT = 10**7
 class Prepared:
     """An experiment with its data and network in place, ready for round 1.
 
-    `data` and `module` are your own. In a real federation clients are `remote`, and most of their data elsewhere:
-    `held` says which examples are whose of those that are here.
+    `data`, `module` and `generator` are your own. In a real federation clients are `remote`, and most of their data
+    elsewhere: `held` says which examples are whose of those that are here.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class Prepared:
         experiment: Experiment,
         data: Dataset | None = None,
         module: nn.Module | None = None,
+        generator: nn.Module | None = None,
         held: dict[int, Tensor] | None = None,
         remote: bool = False,
     ) -> None:
@@ -92,7 +93,8 @@ class Prepared:
         if experiment.pretrained:
             module, digest = pretrained(module, experiment.pretrained, classes)
             self.network += digest
-        self.model = Model(module, shape, classes, experiment.batch_size).to(self.device, dtype)
+        maker = self._generator(generator)
+        self.model = Model(module, shape, classes, experiment.batch_size, maker).to(self.device, dtype)
         self.task = task_of(classes, self.dataset.several)
         single = [layer.one_label for _, layer in layers(experiment.algorithm) if layer.one_label]
         if self.dataset.several and single:
@@ -142,6 +144,15 @@ class Prepared:
             )
         self.server = self.backend.begin(experiment.algorithm)
 
+    def _generator(self, own: nn.Module | None) -> nn.Module | None:
+        """The network that makes inputs, where it does not begin afresh."""
+        experiment, cog = self.experiment, generating(self.experiment.algorithm)
+        if own is not None and cog.generator != "custom":
+            raise ConfigError(["a generator of your own is for FedCOG(generator='custom'): say so, or give none."])
+        found, name = ready_generator(cog, own, experiment.pretrained_generator, self.dataset.input_shape)
+        self.network += name
+        return found
+
     def _mapping(self) -> tuple[Mapping, int]:
         """How clients are trained, and on how many threads (0: as many as there are), where the experiment leaves it.
 
@@ -157,7 +168,7 @@ class Prepared:
         if experiment.local_epochs:
             steps = int(experiment.local_epochs * int(self.data.sizes.max()) / experiment.batch_size) + 1
         ours = all(type(layer).__module__.startswith("fedcog.") for _, layer in layers(experiment.algorithm))
-        if not ours or self.model_name == "custom":
+        if not ours or "custom" in (self.model_name, generating(experiment.algorithm).generator):
             return "loop", 0
         return ("vmap", 1) if self.model.cost * experiment.batch_size * steps <= SHORT else ("loop", 0)
 

@@ -97,6 +97,7 @@ def run(
     *,
     data: Dataset | None = None,
     model: nn.Module | None = None,
+    generator: nn.Module | None = None,
     resume: bool = False,
     report: bool = True,
     watch: Watch | None = None,
@@ -105,11 +106,13 @@ def run(
 ) -> Run:
     """Carry out an experiment in the directory `out` (by default runs/DATASET-ALGORITHM-SEED).
 
-    `data` and `model` are your own, in place of those the experiment names. With `resume` a run that lies there is
+    `data` and `model` are your own, in place of those the experiment names, and so is `generator`, which makes inputs
+    of noise for FedCOG(generator="custom"). With `resume` a run that lies there is
     continued after its last checkpoint; one that is finished is only read. `watch` is called with the experiment and
     every new round's line; once `stopping` says so, the run ends with `Interrupted` after a whole round.
     """
-    own = {"data": data, "model": model, "resume": resume, "watch": watch, "stopping": stopping, "command": command}
+    own: dict[str, Any] = {"data": data, "model": model, "generator": generator, "resume": resume}
+    own |= {"watch": watch, "stopping": stopping, "command": command}
     if ranks.started() and flows(experiment):
         raise ConfigError(
             ["torchrun shares clients among its processes, and Flower has nodes of its own: use one of them."]
@@ -117,10 +120,10 @@ def run(
     if ranks.follows():
         with surroundings(experiment.threads, experiment.tf32):
             experiment = _with_own(experiment, data, model)
-            lines = followed(Prepared(experiment, data, model))
+            lines = followed(Prepared(experiment, data, model, generator))
             return Run(Path(out or default_out(experiment)), experiment, lines)
     with surroundings(experiment.threads, experiment.tf32):
-        (finished,) = finish(experiment, [carry_out(experiment, out, **own)])  # type: ignore[arg-type]
+        (finished,) = finish(experiment, [carry_out(experiment, out, **own)])
         if isinstance(finished, Diverged):
             raise finished
         if report:
@@ -136,6 +139,7 @@ def carry_out(
     *,
     data: Dataset | None = None,
     model: nn.Module | None = None,
+    generator: nn.Module | None = None,
     resume: bool = False,
     watch: Watch | None = None,
     stopping: Callable[[], bool] | None = None,
@@ -161,7 +165,7 @@ def carry_out(
         elif directory.load() is not None or directory.lines():
             raise RecordError(f"{directory.path} holds a run whose experiment.toml is gone: choose another --out.")
         held: dict[int, torch.Tensor] | None = {} if remote and data is not None else None
-        prepared = Prepared(experiment, loaded if data is None else data, model, held, remote)
+        prepared = Prepared(experiment, loaded if data is None else data, model, generator, held, remote)
         ending.callback(prepared.backend.cohort.close)
         start = _restore(directory, prepared, remote) if directory.exists() else 0
         told = directory.provenance() or provenance(command, prepared.device)
@@ -207,8 +211,9 @@ def _with_own(experiment: Experiment, data: Dataset | None, model: nn.Module | N
     own |= {"model": "custom"} if model is not None else {}
     if data is not None and data.indices is not None:
         own |= {"partition": "given", "clients": len(data.indices)}
-    if experiment.pretrained:  # a run may be gone on with from anywhere
-        own |= {"pretrained": str(Path(experiment.pretrained).expanduser().resolve())}
+    for name in ("pretrained", "pretrained_generator"):
+        if path := getattr(experiment, name):  # a run may be gone on with from anywhere
+            own |= {name: str(Path(path).expanduser().resolve())}
     return dataclasses.replace(experiment, **own)
 
 

@@ -59,7 +59,7 @@ class Simulation:
                 return (sizes.double() * epochs / cohort.batch_size - 1e-9).ceil().clamp(min=1).long()
             return torch.full_like(sizes, device.steps or local_steps)
 
-        own = data.sizes.split(kinds.tolist())
+        own = torch.split(data.sizes, kinds.tolist())
         self.steps = torch.cat([steps(device, sizes) for device, sizes in zip(self.devices, own, strict=True)])
         cohort.horizon = int(self.steps.max())
 

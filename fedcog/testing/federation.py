@@ -58,6 +58,7 @@ class Small:
         *,
         dataset: Dataset | None = None,
         module: nn.Module | None = None,
+        generator: nn.Module | None = None,
         sizes: Sequence[int] = (50, 30, 10),
         dtype: torch.dtype = torch.float64,
         steps: int = 3,
@@ -80,7 +81,7 @@ class Small:
         )
         shape = self.dataset.input_shape
         module = module or build("small", shape, CLASSES, seed=seed - 2)
-        self.model = Model(module, shape, CLASSES).to(where, dtype)
+        self.model = Model(module, shape, CLASSES, generator=generator).to(where, dtype)
         self.task = task_of(CLASSES, self.dataset.several)
         cohort = Cohort(
             self.model,

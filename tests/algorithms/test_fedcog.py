@@ -1,5 +1,6 @@
 """FedCOG's options, each seen to do what it says."""
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -7,13 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from fedcog import tree
+from fedcog import generators, streams, tree
 from fedcog.algorithms import Algorithm, Batch, Draw, FedAvg, FedCOG, FedProx, Site
 from fedcog.federation.course import Members
-from fedcog.models import ModelError
+from fedcog.models import Model, ModelError, build
 from fedcog.optimiser import Optimiser
 from fedcog.testing import Small, vectors, worst
 from fedcog.tree import Params
+from tests.user_models import USER_MODELS, own_generator
 
 COG = FedCOG(count=8, steps=4, start_round=0, lr=0.1)
 
@@ -61,8 +63,6 @@ def test_after_a_round_the_previous_model_is_not_the_global_one_and_matters() ->
 def test_source_noise_skips_the_optimisation() -> None:
     _, _, made = extra(dataclasses.replace(COG, source="noise"))
     number = torch.tensor([0])
-    from fedcog import streams
-
     assert torch.equal(made["x"], streams.normal(3, "draw/noise", 1, number, (8, 1, 8, 8))[0].double())
     _, _, still = extra(dataclasses.replace(COG, steps=0))
     assert torch.equal(made["x"], still["x"])
@@ -158,12 +158,90 @@ def test_a_generator_is_refused_where_inputs_are_no_images() -> None:
         Small(dataclasses.replace(COG, generator="conv"), dataset=vectors(), module=nn.Linear(5, 4), sizes=(30,)).run()
 
 
+OWN = dataclasses.replace(COG, generator="custom", noise=5)
+
+
+def test_a_generator_of_ones_own_begins_with_its_weights_and_learns_in_every_client_anew() -> None:
+    generator = generators.usable(own_generator(), 5, (1, 8, 8))
+    small, _, first = extra(dataclasses.replace(OWN, steps=0), generator=generator)
+    noise = streams.normal(3, "draw/noise", 1, torch.tensor([0]), (8, 5))[0].double()
+    plain = own_generator(dropout=0.0).double()
+    assert float((first["x"] - plain.train()(noise).detach()).abs().max()) < 1e-12  # BatchNorm over the batch
+    small, site, made = extra(OWN, generator=generator)
+    losses = [float(site.task.loss(one["logits"], one["y"]).mean()) for one in (first, made)]
+    assert losses[1] < losses[0] - 0.01
+    assert small.model.generator is not None
+    begun = small.model.generator.state_dict()  # is what it was, after two rounds of learning
+    assert all(torch.equal(value.double(), begun[name]) for name, value in generator.state_dict().items())
+
+
+def test_frozen_weights_of_a_generator_stay() -> None:
+    frozen = nn.Sequential(nn.Linear(5, 64, bias=False).requires_grad_(False), nn.Unflatten(1, (1, 8, 8)))
+    free = copy.deepcopy(frozen).requires_grad_()
+    residuals = []
+    for generator in (frozen, free):
+        _, _, made = extra(OWN, generator=generator)
+        basis = frozen[0].weight.detach().double()
+        rest = made["x"].flatten(1).T
+        residuals.append(float((rest - basis @ torch.linalg.lstsq(basis, rest).solution).abs().max()))
+    assert residuals[0] < 1e-9 < 1e-3 < residuals[1]
+
+
+@pytest.mark.parametrize("generator", ["none", "conv", "custom"])
+def test_statistics_and_generators_together_as_alone(generator: str) -> None:
+    algorithm = dataclasses.replace(COG, generator=generator, noise=5, lambda_bn=0.5)
+    own: dict[str, Any] = {"module": USER_MODELS["batch-norm"]()}
+    own |= {"generator": generators.usable(own_generator(), 5, (1, 8, 8))} if generator == "custom" else {}
+    one, other = (Small(algorithm, mapping, **own).everything() for mapping in ("loop", "vmap"))  # type: ignore[arg-type]
+    assert worst(one, other) < 1e-9
+    assert worst(one, Small(dataclasses.replace(algorithm, lambda_bn=0.0), **own).everything()) > 1e-6
+
+
+def test_what_a_network_lacks_is_said() -> None:
+    with pytest.raises(ModelError, match="this network has none: set it to 0"):
+        Small(dataclasses.replace(COG, lambda_bn=0.5), module=build("resnet18-gn", (1, 8, 8), 4, seed=0))
+    with pytest.raises(ModelError, match="give it from Python"):
+        Small(OWN)
+    assert len(Model(build("resnet18", (1, 8, 8), 4, seed=0), (1, 8, 8), 4).batch_norms) == 20
+
+
+@pytest.mark.parametrize(
+    ("generator", "why"),
+    [
+        (nn.Linear(5, 64), r"for noise of shape \(4, 5\) the generator gave \(4, 64\), and inputs .* \(4, 1, 8, 8\)"),
+        (nn.Linear(6, 64), r"does not take noise of shape \(4, 5\).*Set fedcog.noise"),
+        (nn.Linear, "is not an nn.Module: give an instance"),
+    ],
+)
+def test_generators_that_cannot_work_are_refused(generator: nn.Module, why: str) -> None:
+    with pytest.raises(ModelError, match=why):
+        generators.usable(generator, 5, (1, 8, 8))
+
+
+def test_a_generator_with_random_numbers_of_its_own_is_refused() -> None:
+    class Random(nn.Module):
+        def forward(self, noise: torch.Tensor) -> torch.Tensor:
+            return noise + torch.rand(noise.shape)
+
+    with pytest.raises(ModelError, match="random numbers of its own"):
+        generators.usable(Random(), 5, (5,))
+
+
+def test_the_papers_generator_is_the_same_as_a_network() -> None:
+    """With the weights that a client draws, given as a network's, it makes the same images."""
+    conv = dataclasses.replace(COG, generator="conv", noise=7, steps=0)
+    network = generators.ConvGenerator((1, 8, 8), noise=7)
+    numbers = streams.normal(3, "draw/generator", 1, torch.tensor([0]), (sum(p.numel() for p in network.parameters()),))
+    network.double().load_state_dict(generators.conv_weights(numbers[0].double(), (1, 8, 8), 7))
+    _, _, drawn = extra(conv)
+    _, _, given = extra(conv, generator=network)
+    assert torch.equal(drawn["x"], given["x"])
+
+
 def test_the_payload_is_fedavgs_byte_for_byte_in_shape_and_name() -> None:
     def payload(algorithm: Algorithm) -> dict[str, tuple[int, ...]]:
         small = Small(algorithm, rounds=1)
         total = small.backend.gather(algorithm, algorithm.broadcast(small.server), [0, 1, 2], 0, 0.1, None).total
-        from fedcog import tree
-
         return {name: tuple(value.shape) for name, value in tree.flatten(total).items()}
 
     assert payload(COG) == payload(FedAvg())

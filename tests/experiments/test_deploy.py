@@ -119,6 +119,7 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
     [
         ({"selection": "power-of-choice"}, "selection uniform"),
         ({"checkpoint_every": 5}, "--checkpoint-every 1"),
+        ({"algorithm": "fedcog", "fedcog.generator": "custom"}, "and no generator"),
         ({"dataset": "custom"}, "weight-cap"),
         ({"rounds": 5, "rounds.x": 1}, "no table"),
         ({"patience": "soon"}, "patience needs seconds"),

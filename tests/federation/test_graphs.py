@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedcog import generators
 from fedcog.algorithms import MOON, SCAFFOLD, Algorithm, Batch, FedAvg, FedCOG, FedProx, Site
 from fedcog.federation import graphs
 from fedcog.optimiser import Optimiser
 from fedcog.testing import Small, worst
 from fedcog.tree import Params, State
-from tests.user_models import USER_MODELS
+from tests.user_models import USER_MODELS, own_generator
 
 COG = FedCOG(count=8, steps=3, start_round=1, lr=0.1)
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -36,6 +37,11 @@ CASES: dict[str, tuple[Algorithm, dict[str, Any]]] = {
     "unequal steps": (SCAFFOLD(), {"epochs": 0.5}),
     "batch norm": (FedAvg(), {"module": USER_MODELS["batch-norm"]()}),
     "adamw": (FedProx(mu=0.1), {"optimiser": Optimiser("adamw")}),
+    "statistics": (dataclasses.replace(COG, lambda_bn=0.5), {"module": USER_MODELS["batch-norm"]()}),
+    "generator": (
+        dataclasses.replace(COG, lambda_bn=0.5, generator="custom", noise=5),
+        {"module": USER_MODELS["batch-norm"](), "generator": generators.usable(own_generator(), 5, (1, 8, 8))},
+    ),
     "clipped": (dataclasses.replace(COG, inner=MOON()), {"clip": 1.0}),
 }
 

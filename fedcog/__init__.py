@@ -27,6 +27,7 @@ from fedcog.algorithms import (
     FedReg,
     FedRep,
     FedSAM,
+    HeteroFL,
     Wrapper,
 )
 from fedcog.data import DataError, Dataset, from_arrays, from_torch
@@ -68,6 +69,7 @@ __all__ = [
     "FedRep",
     "FedSAM",
     "Group",
+    "HeteroFL",
     "Model",
     "ModelError",
     "RecordError",

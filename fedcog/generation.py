@@ -24,9 +24,13 @@ class Recipe(NamedTuple):
     betas: tuple[float, float]
     disagreement: float  # lambda_dis
     statistics: float = 0.0  # lambda_bn
-    batch: int = 0  # how many inputs are optimised at a time; 0: all
+    batch: int = 0  # how many inputs are optimised at a time, one batch after another; 0: all
     marks: tuple[int, ...] = ()
     shown: tuple[int, ...] = ()
+
+    def length(self, inputs: int) -> int:
+        """The steps of so many inputs' optimisation, batch after batch."""
+        return self.steps * -(-inputs // (self.batch or inputs))
 
 
 def as_they_are(learnt: Params) -> Tensor:
@@ -47,7 +51,7 @@ def generate(
     """Inputs {"x"} made of `noise` that `teacher` gives `labels` to and on which `student` disagrees (eq. 1)."""
     made = begin({"x": noise}, labels, recipe)
     loss = objective(task, model, teacher, student, recipe.disagreement, len(noise), statistics=recipe.statistics)
-    for step in torch.arange(recipe.steps, device=noise.device):
+    for step in torch.arange(recipe.length(len(noise)), device=noise.device):
         made = improve(loss, made, step, recipe, gradient)
     return made | {"x": made["learnt"]["x"]}
 
@@ -62,7 +66,8 @@ def begin(learnt: Params, labels: Tensor, recipe: Recipe, render: Render = as_th
         torch.tensor(numbers, dtype=torch.int64, device=x.device) for numbers in (recipe.marks, recipe.shown)
     )
     trail = x[shown].expand(len(marks), *x[shown].shape)
-    still = {"mean": tree.zeros(learnt), "square": tree.zeros(learnt)}
+    some = {"x": x[: recipe.batch]} if _by_batches(learnt, recipe) else learnt
+    still = {"mean": tree.zeros(some), "square": tree.zeros(some)}
     return {"learnt": learnt, "y": labels, "trail": trail, "shown": shown, "marks": marks} | still
 
 
@@ -98,27 +103,38 @@ def objective(
 def improve(
     loss: Loss, made: State, step: Tensor, recipe: Recipe, gradient: Gradient, render: Render = as_they_are
 ) -> State:
-    """The inputs after one more step of Adam (Kingma & Ba, ICLR 2015); `step` counts from 0, and no model learns."""
-    (first, second), epsilon, count = recipe.betas, 1e-8, (step + 1).double()
-    learnt: Params = made["learnt"]
-    slope = _slope(loss, learnt, made["y"], recipe.batch, gradient)
-    mean = tree.add(tree.scale(first, made["mean"]), tree.scale(1 - first, slope))
-    square = {name: second * made["square"][name] + (1 - second) * value * value for name, value in slope.items()}
+    """The inputs after one more step of Adam (Kingma & Ba, ICLR 2015); `step` counts from 0, and no model learns.
+
+    By batches, the first is done with before the second begins: no more is remembered than of one.
+    """
+    (first, second), epsilon = recipe.betas, 1e-8
+    whole: Params = made["learnt"]
+    learnt, labels, mean, square = whole, made["y"], made["mean"], made["square"]
+    seen = torch.ones_like(made["shown"], dtype=torch.bool)
+    if _by_batches(whole, recipe):
+        turn, step = step // recipe.steps, step % recipe.steps
+        rows = torch.arange(recipe.batch, device=labels.device) + turn * recipe.batch
+        rows = rows.clamp(max=len(labels) - 1)  # in a last batch that is not full the last input stands several times
+        learnt, labels = {"x": whole["x"].index_select(0, rows)}, labels.index_select(0, rows)
+        mean, square = (tree.apply(lambda value: torch.where(step > 0, value, 0), state) for state in (mean, square))
+        seen = made["shown"] // recipe.batch == turn
+    slope, count = gradient(loss, learnt, {"y": labels})[0], (step + 1).double()
+    mean = tree.add(tree.scale(first, mean), tree.scale(1 - first, slope))
+    square = {name: second * square[name] + (1 - second) * value * value for name, value in slope.items()}
 
     def moved(value: Tensor, mean: Tensor, square: Tensor) -> Tensor:
         length = (square / (1 - second**count).to(square.dtype)).sqrt() + epsilon
         return value - (recipe.lr / (1 - first**count)).to(mean.dtype) * mean / length
 
     after = tree.apply(moved, learnt, mean, square)
+    if learnt is not whole:
+        after = {"x": whole["x"].index_copy(0, rows, after["x"])}
     x = render(after)
-    due = (made["marks"] == step + 1).reshape(-1, *[1] * x.dim())
-    trail = torch.where(due, x[made["shown"]], made["trail"])
+    due = (made["marks"] == step + 1)[:, None] & seen
+    trail = torch.where(due.reshape(*due.shape, *[1] * (x.dim() - 1)), x[made["shown"]], made["trail"])
     return made | {"learnt": after, "mean": mean, "square": square, "trail": trail}
 
 
-def _slope(loss: Loss, learnt: Params, labels: Tensor, batch: int, gradient: Gradient) -> Params:
-    """The gradient of what is learnt; of inputs themselves so many at a time."""
-    if learnt.keys() != {"x"} or not batch:
-        return gradient(loss, learnt, {"y": labels})[0]
-    parts = zip(torch.split(learnt["x"], batch), torch.split(labels, batch), strict=True)
-    return {"x": torch.cat([gradient(loss, {"x": x}, {"y": y})[0]["x"] for x, y in parts])}
+def _by_batches(learnt: Params, recipe: Recipe) -> bool:
+    """Are inputs optimised some at a time? So they may be if they are learnt themselves."""
+    return learnt.keys() == {"x"} and 0 < recipe.batch < len(learnt["x"])

@@ -25,6 +25,7 @@ from fedcog.algorithms import (
     FedReg,
     FedRep,
     FedSAM,
+    HeteroFL,
 )
 from fedcog.testing import COG, CONTRACT, PARTIAL, Small, neutral_is_fedavg, worst
 from tests.user_models import USER_MODELS
@@ -51,6 +52,7 @@ ROWS: dict[str, tuple[Algorithm, Algorithm]] = {
     "ditto": (Ditto(), Ditto()),
     "vhl": (VHL(**VIRTUAL), VHL(**VIRTUAL, labels="shared", alpha=0.0, lambda_align=0.0, kappa=0.0)),
     "fedcog": (COG, dataclasses.replace(COG, start_round=99)),
+    "heterofl": (HeteroFL(width=0.5), HeteroFL()),
 }
 BARE = {name: algorithm for name, (algorithm, _) in ROWS.items()}
 NESTED: dict[str, Algorithm] = {
@@ -60,6 +62,8 @@ NESTED: dict[str, Algorithm] = {
     "vhl style": VHL(**VIRTUAL, source="style"),
     "moon+ditto": Ditto(MOON(mu=0.5)),
     "fedsam+ditto+vhl": VHL(Ditto(FedSAM()), **VIRTUAL),
+    "scaffold+fedcog+heterofl": HeteroFL(FedCOG(SCAFFOLD(), count=8, steps=3, start_round=1, lr=0.1), width=0.5),
+    "ditto+heterofl": HeteroFL(Ditto(), width=0.5),
     "fedprox+vhl+fedcog": FedCOG(VHL(FedProx(mu=0.5), **VIRTUAL), count=8, steps=3, start_round=1, lr=0.1),
 }
 ALL = BARE | NESTED

@@ -66,7 +66,7 @@ class FedCOG(Wrapper):
         "off", "nothing generated, to compare with: the real share on the loss alone, or on the learning rate"
     )
     start_round: int = setting(50, "rounds of the inner algorithm before generation begins", ">= 0")
-    generation_batch: int = setting(0, "inputs optimised at a time, to save memory; 0: all", ">= 0")
+    generation_batch: int = setting(0, "inputs optimised at a time, batch after batch, to save memory; 0: all", ">= 0")
 
     def draws(self, round: int, model: Model, batch_size: int) -> dict[str, Draw]:
         """Noise, once awake: without it the rest of this class lies dormant."""
@@ -97,7 +97,7 @@ class FedCOG(Wrapper):
 
     def redrafts(self, round: int) -> int:
         """The steps of the optimisation, once awake."""
-        return max(self.inner.redrafts(round), self.recipe.steps if self._awake(round) else 0)
+        return max(self.inner.redrafts(round), self._length if self._awake(round) else 0)
 
     def redraft(self, draft: State, site: Site) -> State:
         """The inputs one step of Adam on (eq. 1)."""
@@ -106,7 +106,7 @@ class FedCOG(Wrapper):
             return draft
         recipe, render = self.recipe, self._render(site)
         made = generation.improve(self._objective(site, draft), draft["made"], site.step, recipe, site.gradient, render)
-        due = site.step < recipe.steps  # an algorithm inside may ask for more
+        due = site.step < self._length  # an algorithm inside may ask for more
         kept = tree.apply(lambda new, old: torch.where(due, new, old), made, draft["made"])
         return draft | {"made": kept}
 
@@ -183,6 +183,11 @@ class FedCOG(Wrapper):
                 "fedcog.generator 'custom' is a network of your own: give it from Python, fedcog.run(..., "
                 "generator=MyGenerator()), also to continue a run."
             )
+
+    @property
+    def _length(self) -> int:
+        """How often inputs are improved; a generator's all at once."""
+        return self.recipe.length(self.count if self.generator == "none" else 1)
 
     def _awake(self, round: int) -> bool:
         return round >= self.start_round and self.source != "nothing"

@@ -1,11 +1,12 @@
 """HeteroFL (Diao et al., ICLR 2021): clients whose networks are as wide as their devices bear."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from fedcog import tree
 from fedcog.algorithms.base import Batch, Effort, Site
 from fedcog.algorithms.wrapper import Wrapper
 from fedcog.models import Model
@@ -41,8 +42,7 @@ class HeteroFL(Wrapper):
 
     def after_step(self, before: Params, after: Params, batch: Batch, site: Site) -> Params:
         """Inner's; what is not there does not move."""
-        params: Params = _cut(self.inner.after_step(before, after, batch, site), site.shared["held"])
-        return params
+        return _cut(self.inner.after_step(before, after, batch, site), site.shared["held"])
 
     def client_update(self, params: Params, site: Site, effort: Effort) -> tuple[State, State]:
         """Inner's, and the client's weight wherever it has nothing."""
@@ -66,13 +66,11 @@ class HeteroFL(Wrapper):
         return self.inner.server_update(server, rest | sums, draws)
 
 
-def _cut(state: Any, held: Params) -> Any:
+def _cut(state: State, held: Params) -> State:
     """A state with zeros wherever there is nothing, in all its models: those that ride along as in the first."""
-    found = {}
-    for name, value in state.items():
-        mask = held.get(name.rpartition("..")[2])
-        if isinstance(value, dict):
-            found[name] = _cut(value, held)
-        else:
-            found[name] = value if mask is None or mask.shape != value.shape else value * mask
-    return found
+    flat = tree.flatten(state)
+    for path, value in flat.items():
+        mask = held.get(path.rpartition("::")[2].rpartition("..")[2])
+        if mask is not None and mask.shape == value.shape:
+            flat[path] = value * mask
+    return tree.filled(state, flat)

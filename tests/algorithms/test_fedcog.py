@@ -25,7 +25,7 @@ def extra(algorithm: FedCOG, rounds: int = 1, **own: Any) -> tuple[Small, Site, 
     small = Small(dataclasses.replace(algorithm, start_round=0), rounds=rounds, **own)
     small.run()
     backend, shared = small.backend, small.algorithm.broadcast(small.server)
-    own = backend.store.take([0], small.algorithm, shared)
+    own = tree.stack([backend.kept(small.algorithm, shared, 0)])
     member = Members(
         torch.tensor(0),
         {"previous": {name: value[0] for name, value in own["previous"].items()}},

@@ -84,7 +84,7 @@ def test_the_teacher_is_a_moving_mean_of_global_models() -> None:
     small = Small(algorithm, rounds=3)
     first = small.server["params"]
     sent = [first, *(round.server["params"] for round in small.run()[:2])]
-    kept = small.backend.store.take([0], algorithm, small.algorithm.broadcast(small.server))["teacher"]
+    kept = tree.stack([small.backend.kept(algorithm, small.algorithm.broadcast(small.server), 0)])["teacher"]
     mean = sent[0]  # a newcomer's teacher is the model it is sent
     for model in sent:
         mean = tree.add(tree.scale(0.75, mean), tree.scale(0.25, model))

@@ -83,7 +83,7 @@ def test_all_faults_at_once() -> None:
         "balance needs true or false, not 1.",
         "fedprox.mu needs a number >= 0, not -1.0.",
         "unknown setting 'fedprox.nu'",
-        "fedcog.source needs one of global+local, global, noise, not 'magic'.",
+        "fedcog.source needs one of global+local, global, noise, nothing, not 'magic'.",
         "unknown data set 'cifar11': did you mean cifar10 or cifar100?",
         "unknown model 'gpt': known are auto, cnn, cnn3, small, mlp, resnet18, resnet18-gn.",
     ]

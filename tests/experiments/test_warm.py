@@ -93,8 +93,7 @@ def test_a_start_that_is_not_finished_is_refused(start: Path, tmp_path: Path) ->
 def disagreement(scene: Scene, client: int) -> float:
     """The length of the gradient of the disagreement term alone, at the noise that generation begins with."""
     prepared = scene.prepared
-    own = prepared.backend.store.take([client], COG, scene.shared)["previous"]
-    previous = {name: value[0] for name, value in own.items()}
+    previous = prepared.backend.kept(COG, scene.shared, client)["previous"]
     noise = prepared.backend.cohort.draws(COG, "client", 2, torch.tensor([client]))["noise"][0]
     labels = torch.zeros(len(noise), dtype=torch.int64)
     with_it, without = (

@@ -28,9 +28,18 @@ def experiment(name: str, **settings: object) -> Experiment:
     return Experiment(algorithm=make_algorithm(name, tables), **(SMALL | settings))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["moon", "scaffold+fedcog"])  # what clients keep, and what they send more
-def test_flower_comes_to_what_the_simulator_comes_to(name: str, tmp_path: Path) -> None:
-    one = experiment(name)
+UNEQUAL = """
+    phone: clients=2 heterofl.width=0.5 fedcog.source=nothing
+    server: clients=1 local_steps=2 fedcog.generator=conv
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [("moon", ""), ("scaffold+fedcog", ""), ("fedcog+heterofl", UNEQUAL)],  # what is kept, sent more, and done apart
+)
+def test_flower_comes_to_what_the_simulator_comes_to(name: str, devices: str, tmp_path: Path) -> None:
+    one = experiment(name, devices=devices)
     here = fedcog.run(one, tmp_path / "here", report=False)
     there = fedcog.run(replace(one, backend="flower"), tmp_path / "there", report=False)
     for mine, theirs in zip(here.lines, there.lines, strict=True):

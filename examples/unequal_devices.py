@@ -3,7 +3,7 @@
 Phones have a network of half the width, train half as long and generate nothing. Laptops generate inputs, a few at a
 time to save memory. The server learns a generator for it.
 
-    python examples/unequal_devices.py [--rounds 15]
+    python examples/unequal_devices.py [--rounds 21]
 """
 
 import argparse
@@ -12,7 +12,7 @@ import statistics
 import fedcog
 
 DEVICES = """
-    phone:  clients=5 heterofl.width=0.5 local_steps=10 fedcog.source=nothing
+    phone:  clients=5 heterofl.width=0.5 local_steps=20 fedcog.source=nothing
     laptop: clients=4 fedcog.generation_batch=8
     server: clients=1 fedcog.generator=conv
 """
@@ -21,12 +21,14 @@ DEVICES = """
 def main() -> None:
     """Run it, and print what becomes of each kind of device."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15, help="communication rounds (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=21, help="communication rounds (default: %(default)s)")
     parser.add_argument("--out", default="runs/devices", help="where the run goes (default: %(default)s)")
     options = parser.parse_args()
 
-    algorithm = fedcog.HeteroFL(fedcog.FedCOG(count=32, steps=20, start_round=options.rounds * 2 // 3))
-    experiment = fedcog.Experiment(algorithm, devices=DEVICES, rounds=options.rounds, local_steps=20, beta=0.5)
+    cog = fedcog.FedCOG(count=32, steps=20, start_round=options.rounds * 2 // 3)
+    experiment = fedcog.Experiment(
+        fedcog.HeteroFL(cog), devices=DEVICES, rounds=options.rounds, local_steps=40, beta=0.5
+    )
     run = fedcog.run(experiment, options.out)
 
     local, first = {one["client"]: one for one in run.lines[-1]["local"]}, 0
@@ -35,10 +37,10 @@ def main() -> None:
         clients = [local[client] for client in range(first, first + device.clients)]
         first += device.clients
         own, whole = (statistics.mean(one[name] for one in clients) for name in ("own_accuracy", "accuracy"))
-        mine = device.adapt(algorithm)
-        how = "nothing" if mine.inner.source == "nothing" else {"none": "inputs"}.get(mine.inner.generator, "a network")
+        width, made = device.adapt(fedcog.HeteroFL()).width, device.adapt(cog)
+        how = "nothing" if made.source == "nothing" else "inputs" if made.generator == "none" else "a network"
         steps = device.steps or experiment.local_steps
-        print(f"{device.name:<8} {device.clients:>7} {mine.width:>6} {steps:>6} {how:>10} {own:>18.1%} {whole:>14.1%}")
+        print(f"{device.name:<8} {device.clients:>7} {width:>6} {steps:>6} {how:>10} {own:>18.1%} {whole:>14.1%}")
     print(f"the global model, last: {run.lines[-1]['accuracy']:.1%} on all labels")
 
 

@@ -2,9 +2,11 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from fedcog.algorithms import Algorithm, Wrapper
+
+Some = TypeVar("Some", bound=Algorithm)
 
 
 class Device(NamedTuple):
@@ -19,7 +21,7 @@ class Device(NamedTuple):
     epochs: float | None = None
     changes: Mapping[type[Algorithm], Mapping[str, Any]] = {}
 
-    def adapt(self, algorithm: Algorithm) -> Algorithm:
+    def adapt(self, algorithm: Some) -> Some:
         """The algorithm as it runs on this kind of device."""
         changes = dict(self.changes.get(type(algorithm), {}))
         if isinstance(algorithm, Wrapper):

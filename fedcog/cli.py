@@ -199,7 +199,8 @@ def _reproduce(options: argparse.Namespace, rest: list[str]) -> int:
         raise ConfigError(faults)
     results = Results(options.results or ("results-smoke" if options.smoke else "results"))
     if options.status or not (options.names or options.render):
-        console.progress_of(chosen, plan.status(chosen, results, options.datasets or ()), results.path)
+        limits = options.datasets or (), options.data_dir or ""
+        console.progress_of(chosen, plan.status(chosen, results, *limits), results.path)
         return 0
     out, code = Path(options.out or results.path), 0
     record.check_writable(out, "--out" if options.out else "--results")

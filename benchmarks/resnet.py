@@ -41,7 +41,9 @@ def images(users: int, each: int = 48, test: int = 100) -> Dataset:
     return Dataset("random images", *split, names, common.MEAN, common.STD, True, owners)
 
 
-def setting(options: argparse.Namespace, model: str, mapping: str, algorithm: str = "fedavg", **more: Any) -> Experiment:
+def setting(
+    options: argparse.Namespace, model: str, mapping: str, algorithm: str = "fedavg", **more: Any
+) -> Experiment:
     """The paper's experiment on FLAIR, but for the data."""
     chosen: Found = {"partition": "natural", "clients": options.clients, "participation": 10 / options.clients}
     chosen |= {"local_steps": 10, "batch_size": 32, "model": model, "mapping": mapping, "min_examples": 1}

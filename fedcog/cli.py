@@ -249,8 +249,8 @@ def _shard(text: str | None, faults: list[str]) -> tuple[int, int]:
 
 def _check_there(datasets: set[str], data_dir: str | None) -> None:
     """All data sets are here; else how to get each that is not."""
-    lacking = [name for name in sorted(datasets) if sources.locate(name, data_dir) is None]
-    lacking = [name for name in lacking if name != "digits"]
+    lacking = [name for name in sorted(datasets) if not SOURCES[name].package]
+    lacking = [name for name in lacking if sources.locate(name, data_dir) is None]
     if lacking:
         where = f" --data-dir {shlex.quote(data_dir)}" if data_dir else ""
         raise ConfigError(

@@ -199,7 +199,8 @@ def _reproduce(options: argparse.Namespace, rest: list[str]) -> int:
         raise ConfigError(faults)
     results = Results(options.results or ("results-smoke" if options.smoke else "results"))
     if options.status or not (options.names or options.render):
-        console.progress_of(chosen, plan.status(chosen, results, options.datasets or ()), results.path)
+        limits = options.datasets or (), options.data_dir or ""
+        console.progress_of(chosen, plan.status(chosen, results, *limits), results.path)
         return 0
     out, code = Path(options.out or results.path), 0
     record.check_writable(out, "--out" if options.out else "--results")
@@ -248,8 +249,8 @@ def _shard(text: str | None, faults: list[str]) -> tuple[int, int]:
 
 def _check_there(datasets: set[str], data_dir: str | None) -> None:
     """All data sets are here; else how to get each that is not."""
-    lacking = [name for name in sorted(datasets) if sources.locate(name, data_dir) is None]
-    lacking = [name for name in lacking if name != "digits"]
+    lacking = [name for name in sorted(datasets) if not SOURCES[name].package]
+    lacking = [name for name in lacking if sources.locate(name, data_dir) is None]
     if lacking:
         where = f" --data-dir {shlex.quote(data_dir)}" if data_dir else ""
         raise ConfigError(

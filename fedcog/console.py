@@ -314,7 +314,7 @@ def data_sets(data_dir: str | None) -> None:
     for name, source in SOURCES.items():
         place = sources.locate(name, data_dir)
         missing = f"missing; fedcog data get {name}" + (" tells how" if source.by_hand else "")
-        where = "embedded (scikit-learn)" if name == "digits" else str(place or missing)
+        where = "embedded (scikit-learn)" if source.package else str(place or missing)
         shape = "x".join(str(side) for side in source.input_shape)
         table.add_row(name, f"{source.train_size:,}", f"{source.test_size:,}", shape, str(source.classes), where)
     _out.print(table)

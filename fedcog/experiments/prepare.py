@@ -306,7 +306,7 @@ def model_name(experiment: Experiment, shape: tuple[int, ...]) -> str:
     if experiment.model != "auto":
         return experiment.model
     known = {"digits": "small", "fashion-mnist": "cnn", "cifar10": "cnn", "cifar100": "cnn3"}
-    known |= {"mosaics": "resnet18", "flair": "resnet18"}
+    known |= {"digit-mosaics": "small", "mosaics": "resnet18", "flair": "resnet18"}
     return known.get(experiment.dataset, "cnn" if len(shape) == 3 and min(shape[1:]) >= 16 else "mlp")
 
 

@@ -194,6 +194,13 @@ class RunDirectory:
                 "this run anew, or choose another --out."
             ) from error
 
+    def lighten(self, heavy: int) -> None:
+        """Do without the checkpoint, if it has so many bytes."""
+        file = self.path / "checkpoint.safetensors"
+        with self._writing(file.name):
+            if file.exists() and file.stat().st_size >= heavy:
+                file.unlink()
+
     def save_federation(self, tensors: Params, about: dict[str, Any]) -> None:
         """Write down who holds what."""
         self._tensors("federation.safetensors", tensors, about)

@@ -10,22 +10,31 @@ from fedcog.experiments.probes import Kind
 WARM = 50
 """Rounds of the inner method before FedCOG begins, wherever the paper runs it."""
 
-Measure = Literal["accuracy", "personal", "validation", "seconds", "every", "gap", "general", "own"]
+FEW = 5
+"""Up to so many rounds after a start are looked at by themselves: those before them are not their own."""
+
+Marks = Literal["c_p", "c_r", "c_f1", "o_f1"]
+Measure = Literal["accuracy", "personal", "validation", "seconds", "every", "gap", "general", "own"] | Marks
 """What a cell shows: the model's accuracy, clients' own, or on validation; seconds, or every: of a run all of whose
 rounds are like its last; clients' mean distance to the mean model, and their models' accuracy on the test set or on
-their own labels."""
+their own labels; of several labels, precision, recall and F1 by class, and F1 over all decisions."""
 
 
 class Start(NamedTuple):
-    """A warm start that runs share: so many rounds of a method that FedCOG lies dormant around."""
+    """A warm start: so many rounds of an algorithm, which runs may share."""
 
     algorithm: Algorithm
     rounds: int = WARM
+    evaluate_every: int = 1
 
     def of(self, experiment: Experiment) -> Experiment:
         """The run to start from, for an experiment."""
-        dormant = FedCOG(self.algorithm, start_round=self.rounds)
-        return dataclasses.replace(experiment, algorithm=dormant, rounds=self.rounds, evaluate_local=False)
+        return dataclasses.replace(experiment, **self._asdict(), evaluate_local=False)
+
+
+def dormant(method: Algorithm, rounds: int = WARM, evaluate_every: int = 1) -> Start:
+    """A start that FedCOG's runs and the bare method's share: the method, with FedCOG asleep around it."""
+    return Start(FedCOG(method, start_round=rounds), rounds, evaluate_every)
 
 
 class Cell(NamedTuple):
@@ -33,12 +42,17 @@ class Cell(NamedTuple):
 
     block: str
     row: str
-    experiment: Experiment | None  # None: it cannot be run yet
+    experiment: Experiment
     start: Start | None = None
     paper: float | None = None  # in per cent, or seconds
     paper_deviation: float | None = None
     measure: Measure = "accuracy"
     probe: Kind | None = None  # measured beside training, if it is not read off the run
+
+    @property
+    def short(self) -> bool:
+        """Do only few rounds follow its start?"""
+        return self.start is not None and self.experiment.rounds - self.start.rounds <= FEW
 
 
 class Study(NamedTuple):

@@ -111,12 +111,13 @@ def _listed(words: Iterable[str]) -> str:
 
 
 EXPLAINED = (
-    "Test accuracy in %, mean ± sample standard deviation over seeds. *last*: after the last round, the honest number; "
-    "*best*: the highest of all rounds, chosen on the test set, which is what the paper prints. *FedCOG - this*: the "
-    "difference of the last accuracies, seed by seed on the same partitions, with its 95 % interval (Student's t); a "
-    "test (Wilcoxon's signed ranks) only from six pairs on. In an average over settings the pairs of all settings that "
-    "were run are pooled as if they were independent. Every seed has a partition of its own here, which deviations "
-    "include; whether the paper's do is not said. Where one round follows a shared start, *best* is of that round."
+    "Test accuracy in %, or the score that a heading names, mean ± sample standard deviation over seeds. *last*: after "
+    "the last round, the honest number; *best*: the highest of all rounds, chosen on the test set, which is what the "
+    "paper prints; where five rounds or fewer follow a start, the highest of those. *FedCOG - this*: the difference of "
+    "the last scores, seed by seed on the same partitions, with its 95 % interval (Student's t); a test (Wilcoxon's "
+    "signed ranks) only from six pairs on. In an average over settings the pairs of all settings that were run are "
+    "pooled as if they were independent. Every seed has a partition of its own here, which deviations include; whether "
+    "the paper's do is not said."
 )
 
 

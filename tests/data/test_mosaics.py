@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from fedcog.data import mosaics
+from fedcog.data.readers import read_digits
 
 
 def cifar100_file(path: Path, count: int, seed: int) -> np.ndarray:
@@ -55,3 +56,14 @@ def test_users_have_tastes_and_testers_have_none() -> None:
         rows, cells = np.nonzero(chosen >= 0)
         np.add.at(counts, (users[rows], superclasses[chosen[rows, cells]]), 1)
         assert most[0] < counts.max() / 250 < most[1] and not counts[:, 17:].any()
+
+
+def test_mosaics_of_digits_need_no_files() -> None:
+    data = mosaics.read_digit_mosaics()
+    assert data.fingerprint == mosaics.read_digit_mosaics().fingerprint
+    assert (len(data.train_x), len(data.test_x)) == (516, 127) and data.input_shape == (1, 16, 16)
+    assert data.several and data.users is not None and len(data.classes) == 10
+    digits = {bytes(one.numpy().tobytes()) for one in read_digits().train_x}
+    cells = [data.train_x[:, :, top : top + 8, side : side + 8] for top in (0, 8) for side in (0, 8)]
+    assert sum(bool(cell.any()) for each in cells for cell in each) == int(data.train_y.sum())
+    assert all(cell.numpy().tobytes() in digits for each in cells for cell in each if cell.any())

@@ -84,6 +84,49 @@ def test_what_trains_as_one_comes_to_the_same(done: Results, tmp_path: Path, mon
         assert line["accuracy"] == pytest.approx(theirs[name]["accuracy"], abs=0.01)
 
 
+def test_users_of_several_seeds_train_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = [
+        cell for cell in STUDIES["flair"].cells if cell.block == "Mosaics, O-F1" and cell.row in ("FedSAM", "FedCOG")
+    ]
+    study = STUDIES["flair"]._replace(cells=tuple(few))
+    alone, together = Results(tmp_path / "alone"), Results(tmp_path / "together")
+    assert Queue(alone).work(stacks(jobs(study))) == ([], 0)
+    monkeypatch.setattr(plan, "stacked", lambda experiment: True)
+    assert [len(stack) for stack in stacks(jobs(study))] == [2, 2]  # two seeds, whose users are not the same
+    assert Queue(together).work(stacks(jobs(study))) == ([], 0)
+    mine, theirs = (found(one, jobs(study)) for one in (together, alone))
+    for name, line in mine.items():
+        assert line["loss"] == pytest.approx(theirs[name]["loss"], rel=1e-4)
+        assert line["o_f1"] == pytest.approx(theirs[name]["o_f1"], abs=0.01) and line["c_p"] and "accuracy" not in line
+
+
+def test_what_nobody_can_fetch_is_work_only_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study = paper.studies()["flair"]
+    here = jobs(study, data_dir=str(tmp_path))
+    assert {job.experiment.dataset for job in here} == {"mosaics"} and len(here) == 10 * 3
+    assert plan.status([study], Results(tmp_path), data_dir=str(tmp_path)) == [("flair", 0, 30)]
+    words = ["reproduce", "flair", "--datasets", "flair", "--data-dir", str(tmp_path), "--results", str(tmp_path / "x")]
+    assert main(words) == 2  # asked for by its name, it is told to be missing
+    assert "flair is not here" in capsys.readouterr().err
+    (tmp_path / "flair" / "small_images").mkdir(parents=True)
+    (tmp_path / "flair" / "labels_and_metadata.json").write_text("[]")
+    both = jobs(study, data_dir=str(tmp_path))
+    assert len(both) == 2 * len(here)
+    sets = {
+        name: {dataclasses.replace(job.experiment, dataset="digits") for job in both if job.experiment.dataset == name}
+        for name in ("flair", "mosaics")
+    }
+    assert sets["flair"] == sets["mosaics"]  # the same experiments
+
+
+def test_the_tables_of_several_labels_share_their_starts() -> None:
+    known = paper.studies()
+    starts = {name: {job.start for job in jobs(known[name], ("mosaics",))} for name in ("flair", "plug-and-play")}
+    assert starts["plug-and-play"] < starts["flair"] and len(starts["flair"]) == 8 * 3  # methods and seeds
+    runs = {job.name for job in jobs(known["flair"], ("mosaics",))}
+    assert len(runs) == 10 and not runs & {job.name for job in jobs(known["plug-and-play"], ("mosaics",))}
+
+
 def test_stopped_after_every_round_it_gets_there_all_the_same(done: Results, tmp_path: Path) -> None:
     results, all_ = Results(tmp_path), stacks(jobs(FEW))
     stops = 0
@@ -213,6 +256,20 @@ def test_overlapping_stacks_of_two_queues_get_in_nobodys_way(tmp_path: Path, mon
     assert ended == [([], 0)]
     for file in tmp_path.glob("*/*.jsonl"):
         assert sorted(json.loads(line)["seed"] for line in file.read_text().splitlines()[1:]) == [0, 1, 2]
+
+
+def test_a_heavy_checkpoint_goes_when_its_result_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, *_) = jobs(FEW)
+    assert one.start is not None
+    for heavy in (1 << 30, 1):
+        monkeypatch.setattr(reproduce, "HEAVY", heavy)
+        results = Results(tmp_path / str(heavy))
+        assert Queue(results).work([[one]]) == ([], 0)
+        kept = [RunDirectory(results.run_directory(each)).load() for each in (Job(one.start), one)]
+        assert kept[0] is not None and (kept[1] is None) == (heavy == 1)
+    before = found(results, [one])
+    (results.path / f"{one.name}.jsonl").unlink()  # a result that is lost is made again, from its start
+    assert Queue(results).work([[one]]) == ([], 0) and found(results, [one]) == before
 
 
 def test_a_start_that_diverges_costs_its_own_runs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,15 +19,13 @@ def test_everything_runs_and_fills_its_tables(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     studies = [smoke.tiny(study)._replace(seeds=(0,)) for study in paper.studies().values()]
     for study, told in zip(studies, plan.status(studies, Results(tmp_path)), strict=True):
-        assert told.done == told.total and (told.total or study.name == "flair")
+        assert told.done == told.total > 0, study.name
     text = (tmp_path / "results.md").read_text(encoding="utf-8")
     sections = dict(zip(*[iter(re.split(r"^## (.*)$", text, flags=re.MULTILINE)[1:])] * 2, strict=True))
     assert list(sections) == [study.title for study in studies]
     for study in studies:
-        waiting = sum(cell.experiment is None for cell in study.cells)  # FLAIR's
-        assert sections[study.title].count("| not run |") == waiting, study.name
-        assert "SMOKE RUN" in sections[study.title]
-        assert "by `fedcog reproduce all`" in sections[study.title] or waiting == len(study.cells)
+        assert "not run" not in sections[study.title], study.name
+        assert "SMOKE RUN" in sections[study.title] and "by `fedcog reproduce all`" in sections[study.title]
     drawn = re.findall(r"\((figures/.*?)\.svg\)", text)
     assert len(drawn) == len({*drawn}) >= 15
     for name in drawn:

@@ -15,6 +15,7 @@ from fedcog.experiments.record import RecordError
 from fedcog.experiments.report import reproduction
 from fedcog.experiments.results import Results
 from fedcog.experiments.study import Cell, Study
+from fedcog.experiments.warm import differing
 
 ROOT = Path(__file__).parents[2]
 MADE = {"command": "fedcog reproduce x", "started": "2026-02-03T04:05:06+00:00", "device": "a GPU", "torch": "2.0"}
@@ -27,7 +28,7 @@ STUDY = Study(
         Cell("one", "FedAvg", Experiment(), None, 41.0, 0.5),
         Cell("one", "FedCOG", Experiment(algorithm=FedCOG())),
         Cell("one", "FedProx", Experiment(algorithm=FedProx())),
-        Cell("two", "FedAvg", None, None, 12.0),
+        Cell("two", "FedAvg", Experiment(dataset="cifar10"), None, 12.0),
     ),
 )
 
@@ -141,6 +142,32 @@ def test_where_one_round_follows_a_start_the_best_is_that_round(tmp_path: Path) 
     assert tables.grids(study, results)[0].rows[0][1:3] == ["40.00", "40.00"]
 
 
+def test_scores_of_several_labels_stand_beside_the_papers_each_with_a_best_of_its_own(tmp_path: Path) -> None:
+    results, study = Results(tmp_path), paper.flair()
+    cells = {(cell.block, cell.row): cell for cell in study.cells}
+    seldom = [0.99 if round % 20 == 0 else None for round in range(1, 401)]  # of the start, which is not their own
+    for row, more in (("FedAvg", 0.0), ("FedCOG", 0.04)):
+        for seed in (0, 1):
+            told = {
+                "c_p": [*seldom, 0.3, 0.2, 0.2, 0.2, 0.1 + more],
+                "o_f1": [*seldom, 0.4, 0.4, 0.4, 0.5, 0.42 + more * seed],
+            }
+            line = told | {"clients": [], "provenance": MADE}
+            results.add(job(cells["FLAIR, C-P", row], seed), line)  # the same run as that of the other scores
+    results.add(job(cells["FLAIR, C-P", "FedExP"], 0), {"diverged": "x", "clients": [], "provenance": MADE})
+    grids = {grid.title: {row[0]: row[1:] for row in grid.rows} for grid in tables.grids(study, results)}
+    assert list(grids)[:4] == ["FLAIR, C-P", "Mosaics, C-P", "FLAIR, C-R", "Mosaics, C-R"] and len(grids) == 8
+    assert grids["FLAIR, C-P"]["FedAvg"] == ["10.00 ± 0.00", "30.00 ± 0.00", "30.76", "-0.76", "+4.00 ± 0.00"]
+    assert grids["FLAIR, O-F1"]["FedAvg"][:4] == ["42.00 ± 0.00", "50.00 ± 0.00", "44.53", "+5.47"]
+    assert grids["FLAIR, O-F1"]["FedAvg"][4].startswith("+2.00 ± ")
+    assert grids["FLAIR, C-R"]["FedAvg"] == ["not run", "not run", "14.23", "", ""]
+    assert grids["FLAIR, C-P"]["FedExP (1 of 1 seeds diverged)"][:2] == ["not run", "not run"]
+    assert grids["Mosaics, C-P"]["FedCOG, lambda_kd = 0.01"] == ["not run", "not run", "", "", ""]
+    assert not {"VHL", "FedReg", "FedGen"} & {cell.row for cell in study.cells} and "VHL" in tables.caption(
+        study, results
+    )
+
+
 def test_a_varied_setting_with_one_row_is_one_table(tmp_path: Path) -> None:
     study = paper.steps()
     results = Results(tmp_path)
@@ -175,22 +202,27 @@ def test_the_papers_numbers_are_its_own() -> None:
         assert math.isclose(gap, slips.get(row, 0.0), abs_tol=0.006), row
     assert all(len(paper.numbers(text)) == 12 for text in paper.MAIN.values())
     assert all(len(paper.numbers(text)) == 8 for text in paper.PLUG.values())
+    assert all(len(paper.numbers(text)) == 4 for text in paper.FLAIR.values())
     assert len(paper.MAIN) == 12 and len(paper.SETTINGS) == 6
 
 
 def test_every_study_is_the_papers_experiment() -> None:
     for study in paper.studies().values():
         for cell in study.cells:
-            if cell.experiment is None:
-                continue
-            assert cell.experiment.rounds in (51, 70) and cell.experiment.lr == 0.01
+            users = cell.experiment.dataset in ("flair", "mosaics")
+            warm, ends = (400, (403, 405)) if users else (50, (51, 70))
+            assert cell.experiment.rounds in ends and cell.experiment.lr == 0.01
             cog = cell.experiment.algorithm
             if cell.start is not None:
                 begun = cell.start.of(cell.experiment)
-                assert begun.rounds == 50 and isinstance(begun.algorithm, FedCOG) and begun.algorithm.start_round == 50
+                assert begun.rounds == warm and not differing(cell.experiment, begun)
+                if isinstance(begun.algorithm, FedCOG):
+                    assert begun.algorithm.start_round == warm
+                else:  # a method that FedCOG is put around nowhere
+                    assert users and begun.algorithm == cog
             if isinstance(cog, FedCOG):
-                assert cell.start is not None and cog.start_round >= 50  # so that its clients have a previous model
-    wide = {cell.experiment.participation for cell in paper.studies()["participation"].cells if cell.experiment}
+                assert cell.start is not None and cog.start_round >= warm  # so that its clients have a previous model
+    wide = {cell.experiment.participation for cell in paper.studies()["participation"].cells}
     assert wide == {0.1, 0.2, 0.3, 0.4}
 
 
@@ -223,4 +255,4 @@ def test_no_result_names_a_machine() -> None:
 
 def test_a_method_by_itself_is_no_fedcog() -> None:
     cell = next(cell for cell in paper.main().cells if cell.row == "FedAvg")
-    assert cell.experiment is not None and type(cell.experiment.algorithm) is Algorithm
+    assert type(cell.experiment.algorithm) is Algorithm

@@ -38,6 +38,8 @@ def test_what_is_right_passes() -> None:
         {"accuracy": [1.5]},
         {"accuracy": [float("nan")]},
         {"accuracy": [True]},
+        {"c_p": [1.5]},
+        {"o_f1": "0.5"},
         {"loss": ["1"]},
         {"loss": [1e301]},
         {"clients": [0]},

@@ -34,6 +34,7 @@ class Timing(NamedTuple):
 
     rounds: list[float]
     memory: int
+    first: float = 0.0  # from the beginning to the end of the first round, with all that is made ready only once
 
     @property
     def median(self) -> float:
@@ -106,13 +107,14 @@ def timed(
     experiment = unscored(experiment, total)
     if score:
         experiment = replace(experiment, evaluate_every=1, evaluate_local=True)
-    ends = []
+    ends, began = [], now(device)
     with contextlib.closing(rounds(experiment, data, module)) as running:
         for _ in range(total):
             next(running)
             ends.append(now(device))
     seconds = [after - before for before, after in zip(ends[warm - 1 :], ends[warm:], strict=False)]
-    return Timing(seconds, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0)
+    memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    return Timing(seconds, memory, ends[0] - began)
 
 
 def now(device: torch.device) -> float:

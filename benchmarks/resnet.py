@@ -98,12 +98,21 @@ def main() -> None:
     found: dict[str, Found] = {}
     rows: list[list[str]] = []
 
-    def note(model: str, what: str, seconds: list[float], memory: int, against: float) -> None:
+    def note(model: str, what: str, timing: common.Timing, against: float) -> None:
+        seconds, memory = timing.rounds, timing.memory
         median = statistics.median(seconds)
-        found.setdefault(model, {})[what] = {"seconds": seconds, "memory": memory}
+        found.setdefault(model, {})[what] = timing._asdict()
         ratio = f"{against / median:.2f}x" if against else "-"
-        rows.append([model, what, common.number(median, "s"), f"{memory / 2**30:.2f} GiB", ratio])
-        head = ["network", "round of 10 clients", "seconds", "GPU memory at most", "plain loop / this"]
+        first = common.number(timing.first, "s") if timing.first else "-"
+        rows.append([model, what, common.number(median, "s"), first, f"{memory / 2**30:.2f} GiB", ratio])
+        head = [
+            "network",
+            "round of 10 clients",
+            "seconds",
+            "until the first ends",
+            "GPU memory at most",
+            "plain loop / this",
+        ]
         facts = common.about(device, None) | {"data": f"random images of {SIDE}x{SIDE}, {options.clients} users"}
         common.write(options.out, "ResNet-18 on one GPU", facts, [common.table(head, rows)], {"found": found})
         print(rows[-1], file=sys.stderr, flush=True)
@@ -112,16 +121,16 @@ def main() -> None:
         common.clean(device)
         seconds = by_hand(setting(options, model, "loop", **small), dataset, options.repeats)
         memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-        note(model, "plain loop, FedAvg", seconds, memory, 0.0)
+        note(model, "plain loop, FedAvg", common.Timing(seconds, memory), 0.0)
         plain_round = statistics.median(seconds)
         for mapping, tf32 in itertools.product(options.mappings, (False, True)):
             experiment = setting(options, model, mapping, tf32=tf32, **small)
             timing = common.timed(experiment, dataset, warm=2, count=options.repeats)
             what = f"{mapping}{', TF32' if tf32 else ''}, FedAvg"
-            note(model, what, timing.rounds, timing.memory, plain_round)
+            note(model, what, timing, plain_round)
         experiment = setting(options, model, options.mappings[0], "fedcog", **small)
         timing = common.timed(experiment, dataset, warm=2, count=options.repeats)
-        note(model, f"{options.mappings[0]}, FedCOG", timing.rounds, timing.memory, 0.0)
+        note(model, f"{options.mappings[0]}, FedCOG", timing, 0.0)
     print(options.out.with_suffix(".md").read_text())
 
 

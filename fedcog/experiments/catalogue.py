@@ -128,8 +128,9 @@ def _exchange(algorithm: Algorithm) -> tuple[State, State, State]:
     backend = Simulation(cohort, local_steps=1, local_epochs=0, weight_cap=0)
     shared = algorithm.broadcast(backend.begin(algorithm))
     one = torch.ones((), dtype=torch.int64)
-    member = Members(one, algorithm.client_init(shared), backend.weights[0], backend.counts[0], backend.sizes[0], one)
-    fixed = {"shared": shared, "lr": torch.tensor(0.01), "round": torch.tensor(0)}
+    own = backend.newcomer(algorithm, shared, 0)
+    member = Members(one, own, backend.weights[0], backend.counts[0], backend.sizes[0], one)
+    fixed = {"shared": cohort.unpacked(algorithm, shared), "lr": torch.tensor(0.01), "round": torch.tensor(0)}
     site = cohort.course(algorithm).site(member, fixed, shared["buffers"], one)
     kept, payload = algorithm.client_update(algorithm.client_start(site), site, Effort(one, site.lr, site.lr))
     return shared, payload, kept

@@ -148,7 +148,8 @@ class Experiment:
             faults.append(settings.unknown("data set", self.dataset, data.SOURCES))
         if self.model not in ("auto", "custom", *MODELS):
             faults.append(settings.unknown("model", self.model, ["auto", *MODELS]))
-        if not any(isinstance(layer, Recorded | RecordedWrapper) for _, layer in layers(self.algorithm)):
+        unknown = any(isinstance(layer, Recorded | RecordedWrapper) for _, layer in layers(self.algorithm))
+        if not faults and not unknown:
             faults += self._kinds()[1]
         if faults:
             raise ConfigError(faults)

@@ -151,6 +151,7 @@ def test_algorithm_files_are_short() -> None:
         "fedgen": "half of it runs at the server, half at the client",
         "fedreg": "two kinds of inputs are generated and two corrections applied",
         "fedrep": "a personal part has to be taken out of and put into every exchange",
+        "heterofl": "a part of every model has to be cut out on the way down, and made up for on the way up",
         "ditto": "a second model has to be kept apart in every hook",
     }
     for path in (ROOT / "fedcog/algorithms").glob("*.py"):

@@ -30,6 +30,7 @@ from fedcog.algorithms import (
     HeteroFL,
     Wrapper,
 )
+from fedcog.complement import Complement, distillation_loss, generate
 from fedcog.data import DataError, Dataset, from_arrays, from_torch
 from fedcog.experiments.compare import compare
 from fedcog.experiments.config import Experiment, make_algorithm
@@ -48,6 +49,7 @@ __all__ = [
     "SCAFFOLD",
     "VHL",
     "Algorithm",
+    "Complement",
     "ConfigError",
     "ConvGenerator",
     "DataError",
@@ -77,8 +79,10 @@ __all__ = [
     "Wrapper",
     "__version__",
     "compare",
+    "distillation_loss",
     "from_arrays",
     "from_torch",
+    "generate",
     "group",
     "load",
     "make_algorithm",

@@ -29,7 +29,8 @@ class Model:
     stands still (frozen weights, tables) stays in the network. `head` is the name of the linear layer whose outputs are
     the logits, and features are what goes into it; None where there is no such layer. Weights handed in may hold more
     than the network's: what others have added is let lie. `batch` is the smallest batch it will be trained on.
-    `generator` is a network that makes its inputs of noise, if one is at hand.
+    `generator` is a network that makes its inputs of noise, if one is at hand. One that is not `trained` here may do in
+    training what it likes.
     """
 
     def __init__(
@@ -39,12 +40,17 @@ class Model:
         classes: int,
         batch: int = 4,
         generator: nn.Module | None = None,
+        trained: bool = True,
     ) -> None:
         if not isinstance(module, nn.Module):
             raise ModelError(f"{module!r} is not an nn.Module: give an instance, such as MyNet().")
-        moving, self.head = _refuse_what_cannot_work(module, input_shape, classes, min(batch, 4))
+        moving, self.head = (
+            _refuse_what_cannot_work(module, input_shape, classes, min(batch, 4))
+            if trained
+            else _only_used(module, input_shape, classes)
+        )
         self.input_shape, self.classes, self.generator = tuple(input_shape), classes, generator
-        self._channels_last = _takes_channels_last(module, input_shape, min(batch, 4))
+        self._channels_last = trained and _takes_channels_last(module, input_shape, min(batch, 4))
         module = copy.deepcopy(module)
         for part in module.modules():
             if "num_batches_tracked" in part._buffers:  # a counter no result depends on; vmap cannot write to it
@@ -52,9 +58,11 @@ class Model:
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         self._tied = len({id(value) for _, value in named}) < len(named)  # looking for ties at every call costs 5%
         # In order of their names, as files give them back: sums over a model are then the same after a resume.
-        trained = {name: value for name, value in sorted(module.named_parameters()) if value.requires_grad}
+        learnt = {
+            name: value for name, value in sorted(module.named_parameters()) if value.requires_grad or not trained
+        }
         # Contiguous, as files and messages give them back: otherwise the last bit would hang on where they come from.
-        self.params: Params = {name: value.detach().contiguous() for name, value in trained.items()}
+        self.params: Params = {name: value.detach().contiguous() for name, value in learnt.items()}
         moved = {name: value for name, value in sorted(module.named_buffers()) if name in moving}
         self.buffers: Params = {name: value.contiguous() for name, value in moved.items()}
         self._train = copy.deepcopy(module).requires_grad_(False).train()
@@ -249,6 +257,14 @@ def _refuse_what_cannot_work(
     if odd := [name for name in counters if not name.endswith("num_batches_tracked")]:
         raise ModelError(f"buffer '{odd[0]}' counts in training, and a count can be neither averaged nor resumed.")
     return moved - set(counters), head
+
+
+def _only_used(module: nn.Module, input_shape: tuple[int, ...], classes: int) -> tuple[set[str], None]:
+    """Try a network out that is not to be trained; name its floating buffers."""
+    some = next(iter(module.parameters()), torch.empty(0))
+    with torch.no_grad():
+        _trial(copy.deepcopy(module).eval(), some.new_zeros(2, *input_shape), classes)
+    return {name for name, value in module.named_buffers() if value.is_floating_point()}, None
 
 
 def _takes_channels_last(module: nn.Module, input_shape: tuple[int, ...], batch: int) -> bool:

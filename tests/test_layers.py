@@ -19,6 +19,7 @@ ROOMS = [
     {"fedcog.generation", "fedcog.generators"},
     {"fedcog.algorithms"},
     {"fedcog.federation"},
+    {"fedcog.complement"},
     {"fedcog.experiments"},
     {"fedcog.testing"},
     {"fedcog.console", "fedcog.flags"},

@@ -1,0 +1,36 @@
+"""A server app in the shape of Flower's quickstart: FedAvg, which knows nothing of FedCOG."""
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg
+from task import Net, load_data, test
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Rounds of FedAvg, the model tried out after each."""
+    torch.manual_seed(0)
+    accuracies: list[float] = []
+
+    def evaluate(round: int, arrays: ArrayRecord) -> MetricRecord:
+        net = Net()
+        net.load_state_dict(arrays.to_torch_state_dict())
+        accuracies.append(test(net, load_data(0, 5)[1]))
+        return MetricRecord({"accuracy": accuracies[-1]})
+
+    settings = context.run_config
+    config = ConfigRecord({"lr": 0.05, "fedcog-from": int(settings.get("fedcog-from", 8))})
+    strategy = FedAvg(fraction_evaluate=0.0)
+    strategy.start(
+        grid,
+        initial_arrays=ArrayRecord(Net().state_dict()),
+        num_rounds=int(settings.get("rounds", 12)),
+        train_config=config,
+        evaluate_fn=evaluate,
+    )
+    for round, accuracy in enumerate(accuracies):
+        print(f"round {round}: {accuracy:.1%}")
+    print(f"last: {accuracies[-1]:.1%}")

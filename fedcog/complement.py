@@ -1,0 +1,144 @@
+"""FedCOG in a training loop of your own: `generate` before local training, and its loss in every step.
+
+    made = fedcog.generate(global_model, previous_model, counts, input_shape)
+    for x, y in loader:
+        loss = made.loss(criterion(model(x), y), model)
+
+These are the hooks that the engine calls, on plain networks; given its seed, round and client, also on its numbers.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedcog import streams, tree
+from fedcog.algorithms import Algorithm, Batch, FedCOG, Site
+from fedcog.federation.course import autograd
+from fedcog.generators import usable
+from fedcog.models import Model, ModelError
+from fedcog.settings import ConfigError, read
+from fedcog.task import task_of
+from fedcog.tree import Params, State
+
+
+class Given(Algorithm):
+    """An algorithm of which nothing is known but its loss on real examples."""
+
+    def data_loss(self, outputs: State, batch: Batch, site: Site) -> Tensor:
+        """What was given for it."""
+        real: Tensor = outputs["real"]
+        return real
+
+
+@dataclass
+class Complement:
+    """What a client has beside its data in a round: inputs, the labels asked for, and the global model's outputs."""
+
+    x: Tensor
+    y: Tensor
+    logits: Tensor
+    _cog: FedCOG
+    _site: Site
+    _stream: tuple[int, int, int]  # seed, round and client
+    _served: int = 0
+    _order: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+
+    def batch(self, size: int = 64) -> dict[str, Tensor]:
+        """The next inputs {"x"} with {"y"} and {"logits"}: shuffled, and each once before any comes twice."""
+        first, self._served = self._served, self._served + size
+        if self._served > len(self._order):
+            seed, round, client = self._stream
+            length = max(2 * self._served, 64 * size)
+            sizes = torch.tensor([len(self.x)])
+            self._order = streams.windows(seed, "extra/made", round, torch.tensor([client]), sizes, length)[0]
+        rows = self._order[first : self._served].to(self.x.device)
+        return {"x": self.x[rows], "y": self.y[rows], "logits": self.logits[rows]}
+
+    def loss(self, real: Tensor, model: nn.Module, size: int = 64) -> Tensor:
+        """The loss of a step, of which `real` is that on real examples: both by their shares (eq. 3).
+
+        Running statistics of the model do not move for generated inputs.
+        """
+        batch = self.batch(size)
+        still = {name: value.clone() for name, value in model.named_buffers()}
+        outputs = functional_call(model, still, (batch["x"],))
+        return self._cog.data_loss({"real": real, "made": outputs}, {"made": batch}, self._site)
+
+
+def generate(
+    global_model: nn.Module,
+    previous_model: nn.Module | None,
+    counts: Sequence[int] | Tensor,
+    input_shape: Sequence[int],
+    *,
+    sizes: Sequence[int] | Tensor | None = None,
+    seed: int = 0,
+    round: int = 0,
+    client: int = 0,
+    **settings: Any,
+) -> Complement:
+    """What a client generates in a round: inputs the global model is sure of and its previous local one is not.
+
+    `counts` are the client's examples of each class; for several labels an example, `sizes` are its examples of no
+    label, one, two and so on. Who never took part has no previous model. Inputs are as the models take
+    them, normalised. `settings` are FedCOG's, such as steps=100 or lambda_dis=0.1; `generator` may be a network.
+    """
+    module = settings.pop("generator", "none")
+    own = isinstance(module, nn.Module)
+    known, faults = read(FedCOG, {"generator": "custom" if own else module} | settings, "fedcog.")
+    if faults:
+        raise ConfigError(faults)
+    cog, shape = replace(FedCOG(Given(), **known), start_round=0), tuple(input_shape)
+    model = Model(global_model, shape, len(counts), trained=False)
+    some = next(iter(model.params.values()))
+    if own:
+        model.generator = usable(module, cog.noise, shape).to(some)
+    shared: State = {"params": model.params, "buffers": model.buffers}
+    now, zero = torch.tensor(round, device=some.device), some.new_zeros(())
+    site = Site(
+        model=model,
+        task=task_of(len(counts), sizes is not None),
+        shared=shared,
+        own={"previous": _weights(previous_model or global_model, shared)},
+        buffers=model.buffers,
+        weight=zero + 1,
+        counts=torch.as_tensor(counts, device=some.device),
+        sizes=torch.as_tensor([0] if sizes is None else sizes, device=some.device),
+        round=now,
+        step=now * 0,
+        steps=now * 0,
+        lr=zero,
+        batch_size=0,
+        gradient=autograd,
+    )
+    who, drawn = torch.tensor([client], device=some.device), dict[str, Tensor]()
+    for name, (form, _, kind) in cog.draws(round, model, 0).items():
+        source = streams.normal if kind == "normal" else streams.uniform
+        drawn[name] = source(seed, f"draw/{name}", round, who, form)[0].to(some.dtype)
+    with torch.no_grad():
+        draft = cog.draft(site, drawn)
+        for step in torch.arange(cog.redrafts(round), device=some.device):
+            draft = cog.redraft(draft, replace(site, step=step))
+        made = cog.extra_data(site, draft).groups.get("made")
+    if made is None:
+        raise ConfigError(["fedcog.source 'nothing' generates nothing: leave generate out instead."])
+    return Complement(made["x"], made["y"], made["logits"], cog, site, (seed, round, client))
+
+
+def distillation_loss(outputs: Tensor, teacher: Tensor, several: bool = False) -> Tensor:
+    """How far logits are from a teacher's, on average: KL of softmax or, of several labels, of each one's sigmoid."""
+    return task_of(outputs.shape[-1], several).distil(teacher, outputs).mean()
+
+
+def _weights(module: nn.Module, shared: Mapping[str, Params]) -> Params:
+    """A network's weights by name, of the same form as what is shared."""
+    found = dict(module.named_parameters()) | dict(module.named_buffers())
+    wanted = shared["params"] | shared["buffers"]
+    if odd := [name for name, value in wanted.items() if name not in found or found[name].shape != value.shape]:
+        raise ModelError(f"the previous model must be of the same form as the global one: '{odd[0]}' is not.")
+    some = next(iter(wanted.values()))
+    return tree.apply(lambda value: value.detach().to(some), {name: found[name] for name in wanted})

@@ -1,0 +1,146 @@
+"""FedCOG in a training loop that knows nothing of the engine, and yet comes to the same."""
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fedcog
+from fedcog import tree
+from fedcog.algorithms import FedCOG
+from fedcog.models import ModelError, build
+from fedcog.settings import ConfigError
+from fedcog.testing import CLASSES, Small, several, worst
+from tests.user_models import USER_MODELS, own_generator
+
+SHAPE, OPTIONS = (1, 8, 8), {"count": 8, "steps": 4, "lr": 0.1}
+
+
+def filled(module: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
+    """A copy of a network with other weights."""
+    found = copy.deepcopy(module).double()
+    found.load_state_dict(found.state_dict() | weights)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("small", {}),
+        ("batch-norm", {}),
+        ("batch-norm", {"lambda_bn": 0.1}),
+        ("small", {"weighting": "fixed", "lambda_kd": 0.7}),
+        ("small", {"supervision": "hard", "labels": "uniform"}),
+        ("small", {"generation_batch": 3}),
+        ("small", {"generator": "conv", "noise": 5}),
+    ],
+)
+def test_a_plain_loop_comes_to_what_the_engine_comes_to(name: str, options: dict[str, Any]) -> None:
+    """A client's second round, trained by torch's own SGD in a loop, ends where the engine ends."""
+    module = USER_MODELS[name]() if name in USER_MODELS else build(name, SHAPE, CLASSES, seed=2)
+    algorithm = dataclasses.replace(FedCOG(**OPTIONS | {"start_round": 0}), **options)
+    small = Small(algorithm, module=copy.deepcopy(module), rounds=1)
+    small.run()
+    shared, kept = algorithm.broadcast(small.server), small.backend.kept(algorithm, small.server, 1)
+    expected, _ = small.backend.alone(algorithm, shared, 1, kept, 1, 0.05, False)
+
+    given = filled(module, shared["params"] | shared["buffers"])
+    previous = filled(module, kept["previous"])
+    model = copy.deepcopy(given).train()
+    made = fedcog.generate(
+        given, previous, small.backend.counts[1].tolist(), SHAPE, seed=3, round=1, client=1, **OPTIONS | options
+    )
+    plan = small.data.plan(1, torch.tensor([1]), 3, 6)
+    optimiser = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=1e-5)
+    for step in range(3):
+        batch = small.data.examples(plan.picks[:, step], None if plan.moves is None else plan.moves[:, step])
+        optimiser.zero_grad()
+        real = F.cross_entropy(model(batch["x"][0]), batch["y"][0])
+        made.loss(real, model, size=6).backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+    weight = expected.total["weight"]
+    delta = tree.scale(1 / weight, expected.total["delta"])
+    own = {key: value - shared["params"][key] for key, value in model.named_parameters()}
+    assert worst({key: own[key].detach() for key in delta}, delta) < 1e-9
+    for key, value in expected.total["buffers"].items():
+        moved = dict(model.named_buffers())[key] - shared["buffers"][key]
+        assert float((moved - value / weight).abs().max()) < 1e-9, "generated inputs move no statistics"
+
+
+def test_several_labels() -> None:
+    small = Small(FedCOG(**OPTIONS, start_round=0), dataset=several(), rounds=1)
+    weights = small.server["params"]
+    module = filled(build("small", SHAPE, CLASSES, seed=2), weights)
+    counts, sizes = small.backend.counts[0].tolist(), small.backend.sizes[0].tolist()
+    made = fedcog.generate(module, None, counts, SHAPE, sizes=sizes, **OPTIONS)
+    assert made.y.dtype == torch.bool and made.y.shape == (8, CLASSES)
+    real = torch.zeros((), dtype=torch.float64)
+    assert float(made.loss(real, module).detach()) == pytest.approx(0, abs=1e-12), "it is its own teacher"
+
+
+def test_a_first_round_has_no_previous_model_and_disagrees_with_nothing() -> None:
+    module = build("small", SHAPE, CLASSES, seed=0)
+    alone, both = (fedcog.generate(module, other, [9, 0, 3, 1], SHAPE, **OPTIONS) for other in (None, module))
+    assert torch.equal(alone.x, both.x)
+    assert set(alone.y.tolist()) == {1, 2, 3}, "what is asked for is what the client lacks"
+    other = fedcog.generate(module, build("small", SHAPE, CLASSES, seed=1), [9, 0, 3, 1], SHAPE, **OPTIONS)
+    assert float((other.x - alone.x).abs().max()) > 1e-4
+
+
+def test_networks_may_do_what_they_like_in_training_and_are_left_as_they_are() -> None:
+    module = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, CLASSES)).train()
+    before = copy.deepcopy(module.state_dict())
+    made = fedcog.generate(module, None, [9, 0, 3, 1], SHAPE, **OPTIONS)
+    assert module.training and all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+    assert all(value.grad is None for value in module.parameters())
+    assert torch.equal(made.logits, copy.deepcopy(module).eval()(made.x))
+    assert module[2].weight.requires_grad
+
+
+def test_frozen_models_are_taken_as_they_are() -> None:
+    """Who hands in models may have frozen them, and every weight counts all the same."""
+    one, other = (build("small", SHAPE, CLASSES, seed=seed) for seed in (0, 1))
+    expected = fedcog.generate(one, other, [9, 0, 3, 1], SHAPE, **OPTIONS)
+    frozen = fedcog.generate(one.requires_grad_(False), other.requires_grad_(False), [9, 0, 3, 1], SHAPE, **OPTIONS)
+    assert torch.equal(expected.x, frozen.x)
+
+
+def test_a_generator_of_ones_own() -> None:
+    made = fedcog.generate(
+        build("small", SHAPE, CLASSES, seed=0), None, [9, 0, 3, 1], SHAPE, generator=own_generator(), noise=5, **OPTIONS
+    )
+    assert made.x.shape == (8, *SHAPE)
+
+
+def test_every_input_is_served_once_before_any_comes_twice() -> None:
+    made = fedcog.generate(build("small", SHAPE, CLASSES, seed=0), None, [9, 0, 3, 1], SHAPE, **OPTIONS)
+    seen = torch.cat([made.batch(4)["x"] for _ in range(200)])
+    for start in range(0, len(seen), 8):
+        assert len(torch.unique(seen[start : start + 8], dim=0)) == 8
+
+
+def test_the_distillation_loss_is_a_divergence() -> None:
+    """Against torch's own, single labels and several."""
+    draw = torch.Generator().manual_seed(0)
+    student, teacher = (torch.randn(5, 4, generator=draw, dtype=torch.float64) for _ in range(2))
+    single = F.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="batchmean")
+    torch.testing.assert_close(fedcog.distillation_loss(student, teacher), single)
+    p, q = teacher.sigmoid(), student.sigmoid()
+    each = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+    torch.testing.assert_close(fedcog.distillation_loss(student, teacher, several=True), each.sum(-1).mean())
+
+
+def test_what_cannot_work_is_told() -> None:
+    module = build("small", SHAPE, CLASSES, seed=0)
+    with pytest.raises(ConfigError, match=r"unknown setting 'fedcog\.step': did you mean fedcog\.steps"):
+        fedcog.generate(module, None, [1] * CLASSES, SHAPE, step=3)
+    with pytest.raises(ConfigError, match="leave generate out"):
+        fedcog.generate(module, None, [1] * CLASSES, SHAPE, source="nothing")
+    with pytest.raises(ModelError, match="logits of shape"):
+        fedcog.generate(module, None, [1] * 7, SHAPE)
+    with pytest.raises(ModelError, match="must be of the same form"):
+        fedcog.generate(module, build("mlp", SHAPE, CLASSES, seed=0), [1] * CLASSES, SHAPE)

@@ -4,15 +4,20 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+
+import fedcog
+from fedcog.models import build
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def test_the_python_of_the_readme_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    code, _ = BLOCKS
     assert len([line for line in code.splitlines() if line.strip()]) <= 12
     smaller = (
         code.replace("seeds=[0, 1, 2]", "seeds=[0]").replace("steps=50", "steps=2").replace("rounds=12", "rounds=7")
@@ -23,6 +28,13 @@ def test_the_python_of_the_readme_runs(
     said = capsys.readouterr().out
     assert "fedavg " in said and "fedavg+fedcog " in said
     assert (tmp_path / "runs/mine/report.html").exists()
+
+
+def test_the_two_lines_of_fedcog_run_in_any_loop() -> None:
+    models = {name: build("small", (1, 8, 8), 10, 0) for name in ("global_model", "previous_model", "model")}
+    here = {"x": torch.rand(4, 1, 8, 8), "y": torch.arange(4), "counts": [1] * 9 + [5], "input_shape": (1, 8, 8)}
+    here |= {"fedcog": fedcog, "criterion": torch.nn.CrossEntropyLoss(), "round": 1, "client": 0}
+    exec(compile(BLOCKS[1], "README.md", "exec"), here | models)
 
 
 def test_the_commands_of_the_readme_exist() -> None:

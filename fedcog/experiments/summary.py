@@ -101,11 +101,6 @@ def labels(experiments: Sequence[Experiment]) -> list[str]:
     return found
 
 
-def rounds_to(run: Run, target: float) -> int | None:
-    """The first round whose score on the test set reaches `target`."""
-    return next((round for round, score in run.scores if score >= target), None)
-
-
 def _but_seed(experiment: Experiment) -> dict[str, Any]:
     """The settings that matter to the results, but for the seed."""
     free = {field.name for field in dataclasses.fields(experiment) if not field.metadata.get("identity", True)}

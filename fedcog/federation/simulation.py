@@ -208,6 +208,10 @@ class Simulation:
                 local[row][name] = task.score(hits, self.totals)
                 local[row][f"own_{name}"] = task.score(hits, self.totals, counts)
                 local[row][f"own_{name}_before"] = task.score(before, self.totals, counts)
+                absent = (counts == 0).to(counts.dtype)
+                if name == "accuracy" and bool((absent * self.totals).any()):
+                    local[row][f"absent_{name}"] = task.score(hits, self.totals, absent)
+                    local[row][f"absent_{name}_before"] = task.score(before, self.totals, absent)
         present = torch.where(read["sound"], read["weight"], 0)
         mean = float(torch.where(read["sound"], read["loss"] * read["weight"], 0).sum() / present.sum())
         exhibit = read.get("exhibit", {})

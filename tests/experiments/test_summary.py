@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from fedcog import Experiment, FedCOG, FedProx, Run
-from fedcog.experiments.summary import group, rounds_to, spread
+from fedcog.experiments.summary import group, spread
 
 
 def run(accuracies: list[float], **changes: Any) -> Run:
@@ -34,11 +34,6 @@ def test_groups_are_told_apart_by_name_and_else_by_what_differs() -> None:
     assert labels == ["fedavg (lr 0.1)", "fedavg (lr 0.2)"]
     labels = [found.label for found in group([run([0.1], algorithm=FedProx(mu=mu)) for mu in (0.1, 0.2)])]
     assert labels == ["fedprox (fedprox.mu 0.1)", "fedprox (fedprox.mu 0.2)"]
-
-
-def test_rounds_to_a_target() -> None:
-    assert rounds_to(run([0.1, 0.5, 0.4, 0.6]), 0.5) == 2
-    assert rounds_to(run([0.1]), 0.5) is None
 
 
 def test_runs_that_are_judged_by_different_measures_are_no_group() -> None:

@@ -53,7 +53,7 @@ def test_the_line_of_a_round() -> None:
     assert (first["round"], second["round"]) == (1, 2)
     assert first["clients"] == [0, 1, 2]
     local = second["local"][1]
-    scores = {"accuracy", "own_accuracy", "own_accuracy_before"}
+    scores = {"accuracy", "own_accuracy", "own_accuracy_before", "absent_accuracy", "absent_accuracy_before"}
     assert local.keys() == {"client", "loss", "distance", "down", "up", *scores}
     size = sum(value.nbytes for value in small.model.params.values())
     assert (local["down"], local["up"]) == (size, size + 16)  # in float64; up: also its weight, and that it is one
@@ -62,6 +62,10 @@ def test_the_line_of_a_round() -> None:
     fresh = Small(FedAvg(), rounds=1)
     before = fresh.hits(fresh.run()[-1].server)["test"]
     assert local["own_accuracy_before"] == small.task.score(before, small.backend.totals, counts)
+    lacking = counts == 0
+    assert lacking.any() and not lacking.all()
+    share = float(before[lacking].sum() / small.backend.totals[lacking].sum())
+    assert local["absent_accuracy_before"] == pytest.approx(share)
     weights = small.backend.weights
     mean = sum(float(weights[one["client"]]) * one["loss"] for one in second["local"]) / float(weights.sum())
     assert second["loss"] == pytest.approx(mean, rel=1e-6)

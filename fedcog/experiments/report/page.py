@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
+from fedcog.experiments.measures import cost_to
 from fedcog.experiments.report import figures, pictures, provenance, readings, sections
 from fedcog.experiments.report.figures import look
 from fedcog.experiments.report.markup import NONE, figure, key, listed, numbered, short, table, text
 from fedcog.experiments.report.readings import Federation
 from fedcog.experiments.run import Run, read
-from fedcog.experiments.summary import Group, group, rounds_to, spread
+from fedcog.experiments.summary import Group, group, spread
 from fedcog.task import MEASURES, measure_of
 
 NAMES = 6  # of more, a title only tells how many
@@ -31,6 +32,7 @@ def page(paths: Sequence[Path], *, title: str | None = None, target: float | Non
         raise ValueError(f"the target is a share above 0 and up to 1, such as 0.6, not {target:g}.")
     runs = [read(path) for path in dict.fromkeys(Path(path).resolve() for path in paths)]
     groups, federations = group(runs), [readings.federation(run) for run in runs]
+    aim = target or _target(groups)
     full = [each.label for each in groups]
     if max(len(label) for label in full) > LABEL:
         groups = [Group(f"{n}: {readings.name(each.runs[0])}", each.runs) for n, each in enumerate(groups, 1)]
@@ -42,7 +44,7 @@ def page(paths: Sequence[Path], *, title: str | None = None, target: float | Non
         ("partition", "Who holds what", sections.partition(runs, federations)),
         ("generated", "Generated inputs", pictures.generated(runs)),
         ("clients", "Clients", sections.clients(groups)),
-        ("traffic", "What was sent", sections.traffic(groups)),
+        ("traffic", "What was sent", sections.traffic(groups) + sections.costs(groups, aim)),
         ("time", "Where time goes", sections.time(groups)),
         ("settings", "Settings", provenance.choices(groups) + provenance.making(runs)),
     ]
@@ -162,14 +164,16 @@ def _results(groups: Sequence[Group], full: Sequence[str], target: float | None)
 
 def _target(groups: Sequence[Group]) -> float | None:
     """What the first group nearly reached: its last score rounded down to 5 %, or to 1 % below that."""
-    first = next(each for each in groups if any(run.scores for run in each.runs))
+    first = next((each for each in groups if any(run.scores for run in each.runs)), None)
+    if first is None:
+        return None
     percent = 100 * statistics.fmean(run.last for run in first.runs if run.scores)
     return next((step * (percent // step) / 100 for step in (5, 1) if percent >= step), None)
 
 
 def _rounds_to(runs: Sequence[Run], target: float) -> str:
     """The median over seeds; a seed that never got there counts as beyond its last round."""
-    found = [rounds_to(run, target) for run in runs]
+    found = [cost.round if (cost := cost_to(run, target)) else None for run in runs]
     reached = [round for round in found if round is not None]
     if not reached:
         unfinished = any(len(run.lines) < run.experiment.rounds for run in runs)

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from fedcog.experiments.measures import cost_to, fairness, forgetting
 from fedcog.experiments.report import figures, readings
 from fedcog.experiments.report.figures import Curve, look, partition_figure
-from fedcog.experiments.report.markup import figure, listed, table, text
+from fedcog.experiments.report.markup import NONE, figure, listed, table, text
 from fedcog.experiments.report.readings import Federation
 from fedcog.experiments.run import Run
-from fedcog.experiments.summary import Group
+from fedcog.experiments.summary import Group, spread
 from fedcog.task import MEASURES
 
 PARTITIONS = 6  # more are only counted
@@ -81,6 +82,7 @@ def clients(groups: Sequence[Group]) -> str:
         "examples. <em>Before</em> is the global model as the client received it, <em>after</em> the local model that "
         "came of it.</p>"
     )
+    content += _fairness(groups)
     for each, curves in scored:
         if curves:
             drawn = figure(
@@ -135,17 +137,67 @@ def traffic(groups: Sequence[Group]) -> str:
         mean, whole = statistics.fmean(up), sum(down) + sum(up)
         first = mean if first is None else first
         cells = f"{statistics.fmean(down):,.0f}", f"{mean:,.0f}", f"{mean / first:.2f} x", f"{whole / 1e6:,.1f}"
-        rows += f'<tr><th scope="row">{text(each.label)}</th>'
-        rows += "".join(f'<td class="number">{cell}</td>' for cell in cells) + "</tr>"
+        rows += _row(each.label, cells)
     if not rows:
         return "<p>No round is finished, so nothing has been sent.</p>"
     heads = "", "bytes down", "bytes up", "up, beside the first", "all runs, MB"
-    head = "".join(f'<th class="number" scope="col">{name}</th>' for name in heads)
     words = (
         "Bytes that a client is sent and sends in a round, mean over clients, rounds and seeds. On Flower they are "
         "measured on the wire; in the simulator they are those of the numbers themselves, as they would be sent."
     )
-    return f"<p>{words}</p>{table(head, rows)}"
+    return f"<p>{words}</p>{table(_head(*heads), rows)}"
+
+
+def costs(groups: Sequence[Group], target: float | None) -> str:
+    """What it took to reach the target, by algorithm."""
+    rows = ""
+    for each in groups:
+        found = [cost for run in each.runs if target and (cost := cost_to(run, target))]
+        if found:
+            middle = [statistics.median(values) for values in zip(*found, strict=True)]
+            cells = (
+                f"{middle[0]:g}",
+                f"{middle[1] / 1e6:,.1f}",
+                f"{middle[2]:,.1f}",
+                f"{len(found)} of {len(each.runs)}",
+            )
+            rows += _row(each.label, cells)
+    if not rows or not target:
+        return ""
+    heads = "", "rounds", "MB, all clients", "seconds", "seeds that got there"
+    words = (
+        f"What it took to reach {100 * target:g} %, median over the seeds that did. Seconds are those of this machine."
+    )
+    return f"<h3>To the target</h3><p>{words}</p>{table(_head(*heads), rows)}"
+
+
+def _fairness(groups: Sequence[Group]) -> str:
+    """How unequally clients fare, and what they forget, by algorithm."""
+    rows = ""
+    for each in groups:
+        fair = [one for run in each.runs if (one := fairness(run))]
+        lost = [share for run in each.runs if (share := forgetting(run)) is not None]
+        if not fair:
+            continue
+        cells = [spread(list(values)).percent() for values in list(zip(*fair, strict=True))[:3]]
+        cells.append(spread(lost).percent() if lost else NONE)
+        rows += _row(each.label, cells)
+    heads = "", "mean (%)", "worst tenth (%)", "deviation", "forgotten (points)"
+    words = (
+        "Clients' own models on their own label mix, in the last evaluated round: mean over its clients, mean of the "
+        "worst tenth of them, and their standard deviation. <em>Forgotten</em> is what the model that a client was "
+        "sent loses by local training in accuracy on classes of which it has no example. Mean ± deviation over seeds."
+    )
+    return f"<h3>How clients fare</h3><p>{words}</p>{table(_head(*heads), rows)}" if rows else ""
+
+
+def _row(label: str, cells: Sequence[str]) -> str:
+    numbers = "".join(f'<td class="number">{cell}</td>' for cell in cells)
+    return f'<tr><th scope="row">{text(label)}</th>{numbers}</tr>'
+
+
+def _head(*names: str) -> str:
+    return "".join(f'<th class="number" scope="col">{name}</th>' for name in names)
 
 
 def time(groups: Sequence[Group]) -> str:

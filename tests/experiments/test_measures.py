@@ -1,0 +1,64 @@
+"""What papers print beside accuracy, by pencil and in a run."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import fedcog
+from fedcog.experiments.config import Experiment
+from fedcog.experiments.measures import Cost, cost_to, fairness, forgetting
+from fedcog.experiments.report import page
+from fedcog.experiments.run import Run
+
+
+def run(scores: list[float | None], **local: list[float | None]) -> Run:
+    """A run whose clients are sent 10 bytes and send 5, in rounds of two seconds."""
+    number = max((len(values) for values in local.values()), default=2)
+    lines = []
+    for round, score in enumerate(scores, 1):
+        clients: list[dict[str, float]] = [{"client": client, "down": 10, "up": 5} for client in range(number)]
+        for name, values in local.items():
+            clients = [
+                one | ({} if value is None else {name: value}) for one, value in zip(clients, values, strict=True)
+            ]
+        told = {} if score is None else {"accuracy": score}
+        lines.append({"round": round, "local": clients, "seconds": {"total": 2.0}} | told)
+    return Run(Path("nowhere"), Experiment(rounds=len(scores)), lines)
+
+
+def test_what_a_target_costs() -> None:
+    found = run([0.1, None, 0.5, 0.4, 0.6])
+    assert cost_to(found, 0.5) == Cost(3, 3 * 2 * 15, 6.0)
+    assert cost_to(found, 0.6) == Cost(5, 5 * 2 * 15, 10.0)
+    assert cost_to(found, 0.7) is None
+
+
+def test_how_unequally_clients_fare() -> None:
+    own: list[float | None] = [0.1, 0.2, *[0.5] * 9, 0.9]
+    found = fairness(run([0.5], own_accuracy=own))
+    assert found is not None
+    assert (found.mean, found.clients) == (pytest.approx(5.7 / 12), 12)
+    assert found.worst == pytest.approx(0.15), "of twelve clients the worst tenth is two"
+    assert found.deviation == pytest.approx(float(torch.tensor(own).std(correction=0)))
+    assert fairness(run([0.5])) is None
+
+
+def test_what_is_forgotten() -> None:
+    before, after = [0.5, 0.4, None], [0.2, 0.4, 0.9]
+    assert forgetting(run([0.5], absent_accuracy_before=before, absent_accuracy=after)) == pytest.approx(0.15)
+    assert forgetting(run([0.5])) is None
+
+
+def test_local_training_on_two_classes_forgets_the_others(tmp_path: Path) -> None:
+    one = Experiment(partition="label-skew", clients=5, rounds=4, local_steps=40)
+    found = fedcog.run(one, tmp_path / "run", report=False)
+    lost, fair = forgetting(found), fairness(found)
+    assert lost is not None and lost > 0.1
+    assert fair is not None and fair.worst <= fair.mean
+    html = page([tmp_path / "run"], target=found.best)
+    assert "How clients fare" in html and "To the target" in html
+    assert f"{100 * fair.worst:.2f}" in html and f"{100 * lost:.2f}" in html
+    cost = cost_to(found, found.best)
+    assert cost is not None and f"{cost.bytes / 1e6:,.1f}" in html
+    assert "To the target" not in page([tmp_path / "run"], target=1.0)

@@ -21,7 +21,7 @@ from fedcog.experiments import deploy, paper, plan, record, reproduce, smoke, su
 from fedcog.experiments.catalogue import catalogue, markdown
 from fedcog.experiments.compare import compare, places
 from fedcog.experiments.config import Experiment, name_of, read_experiment
-from fedcog.experiments.prepare import check_ready, check_runnable, share_out, surroundings
+from fedcog.experiments.prepare import altered, check_ready, check_runnable, share_out, surroundings
 from fedcog.experiments.record import RecordError, RunDirectory
 from fedcog.experiments.results import Results
 from fedcog.experiments.run import default_out, read, run
@@ -274,6 +274,7 @@ def _partition(options: argparse.Namespace, rest: list[str]) -> int:
     experiment = _ready(values, faults, options.known)
     dataset = sources.load(experiment.dataset, experiment.data_dir or None)
     shares = share_out(experiment, dataset)
+    dataset = altered(experiment, dataset, shares)
     task = task_of(len(dataset.classes), dataset.several)
     counts = torch.stack([task.counts(dataset.train_y[one]) for one in shares])
     noun = "labels" if dataset.several else "examples"

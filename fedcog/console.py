@@ -298,6 +298,7 @@ def partitions() -> None:
     uses = {
         "dirichlet": "--beta --balance --min-examples",
         "label-skew": "--classes-per-client --min-examples",
+        "label-quantity": "--classes-per-client --beta --min-examples",
         "quantity": "--beta --min-examples",
         "natural": "--min-examples",
     }

@@ -79,26 +79,60 @@ def dirichlet(labels: Indices, rule: Rule, seed: int) -> list[Indices]:
     )
 
 
-def label_skew(labels: Indices, rule: Rule, seed: int) -> list[Indices]:
-    """Classes in groups of `classes_per_client`, one group a client, groups shared out evenly (the paper's NIID-2)."""
+def _groups(labels: Indices, rule: Rule, kind: str) -> list[Indices]:
+    """The classes in groups of `classes_per_client`, none more than there are clients."""
     classes = np.arange(int(labels.max()) + 1)
     groups = [classes[at : at + rule.classes_per_client] for at in range(0, len(classes), rule.classes_per_client)]
     if rule.clients < len(groups):
         raise PartitionError(
-            f"label-skew with {rule.classes_per_client} of {len(classes)} classes per client makes {len(groups)} "
+            f"{kind} with {rule.classes_per_client} of {len(classes)} classes per client makes {len(groups)} "
             f"groups, and {rule.clients} clients cannot hold them all: raise --clients to {len(groups)} or more, or "
             "--classes-per-client."
         )
-    generator = _generator(seed, 0)
+    return groups
+
+
+def _to_holders(
+    labels: Indices,
+    groups: list[Indices],
+    rule: Rule,
+    generator: np.random.Generator,
+    cut: Callable[[Indices, int], list[Indices]],
+) -> list[Indices]:
+    """Every class shared out among the clients of its group: its shuffled examples cut into as many parts."""
     shares: list[Indices] = [np.empty(0, np.int64)] * rule.clients
     for number, group in enumerate(groups):
         holders = range(number, rule.clients, len(groups))
         for label in group:
-            parts = np.array_split(generator.permutation(np.flatnonzero(labels == label)), len(holders))
+            parts = cut(generator.permutation(np.flatnonzero(labels == label)), len(holders))
             for client, part in zip(holders, parts, strict=True):
                 shares[client] = np.concatenate([shares[client], part])
+    return shares
+
+
+def label_skew(labels: Indices, rule: Rule, seed: int) -> list[Indices]:
+    """Classes in groups of `classes_per_client`, one group a client, groups shared out evenly (the paper's NIID-2)."""
+    shares = _to_holders(labels, _groups(labels, rule, "label-skew"), rule, _generator(seed, 0), np.array_split)
     _check_sizes(shares, rule, "label-skew", "lower --clients or --min-examples")
     return shares
+
+
+def label_quantity(labels: Indices, rule: Rule, seed: int) -> list[Indices]:
+    """Groups of classes as in label-skew, each class shared out among its clients by proportions ~ Dir(beta).
+
+    Redrawn until every client has enough.
+    """
+    groups = _groups(labels, rule, "label-quantity")
+
+    def draw(generator: np.random.Generator) -> list[Indices]:
+        def cut(examples: Indices, holders: int) -> list[Indices]:
+            rising = np.nan_to_num(generator.dirichlet(np.full(holders, rule.beta))).cumsum()
+            return np.split(examples, (rising[:-1] * len(examples)).astype(np.int64))
+
+        return _to_holders(labels, groups, rule, generator, cut)
+
+    remedy = "raise --beta, or lower --clients or --min-examples"
+    return _redraw(draw, rule, seed, f"label-quantity with beta {rule.beta:g}", remedy)
 
 
 def quantity(labels: Indices, rule: Rule, seed: int) -> list[Indices]:
@@ -133,10 +167,11 @@ PARTITIONS: dict[str, Callable[[Indices, Rule, int], list[Indices]]] = {
     "iid": iid,
     "dirichlet": dirichlet,
     "label-skew": label_skew,
+    "label-quantity": label_quantity,
     "quantity": quantity,
 }
 KINDS = (*PARTITIONS, "natural")
-BY_LABEL = ("dirichlet", "label-skew")
+BY_LABEL = ("dirichlet", "label-skew", "label-quantity")
 
 
 def _generator(seed: int, attempt: int) -> np.random.Generator:

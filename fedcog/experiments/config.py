@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from fedcog import data, settings
 from fedcog.algorithms import ALGORITHMS, Algorithm, FedCOG, Wrapper
+from fedcog.data.shifts import Shift
 from fedcog.experiments import devices
 from fedcog.federation.devices import Device
 from fedcog.models import MODELS
@@ -43,15 +44,20 @@ class Experiment:
 
     dataset: str = setting("digits", "data set: see `fedcog list`")
     data_dir: str = setting("", "folder with the data sets (else $FEDCOG_DATA, else ~/.cache/fedcog)", identity=False)
-    partition: Literal["iid", "dirichlet", "label-skew", "quantity", "natural", "given"] = setting(
+    partition: Literal["iid", "dirichlet", "label-skew", "label-quantity", "quantity", "natural", "given"] = setting(
         "dirichlet", "how the training set is shared out among clients"
     )
     clients: int = setting(10, "number of clients", ">= 1")
-    beta: float = setting(0.1, "dirichlet, quantity: concentration; small is very unequal", "> 0")
+    beta: float = setting(0.1, "dirichlet, quantity, label-quantity: concentration; small is very unequal", "> 0")
     balance: bool = setting(True, "dirichlet: a client holding its even share gets no more of the next class")
-    classes_per_client: int = setting(2, "label-skew: classes each client holds", ">= 1")
+    classes_per_client: int = setting(2, "label-skew, label-quantity: classes each client holds", ">= 1")
     min_examples: int = setting(10, "examples that every client must hold at least", ">= 1")
     partition_seed: int = setting(-1, "seed of the partition; -1: the same as --seed", ">= -1")
+    shift: Shift = setting("none", "what sets clients' inputs apart: each has its own angle, noise or tint")
+    shift_strength: float = setting(
+        0.5, "how far: a share of half a turn, or of the range of values", ">= 0", "<= 1"
+    )
+    label_noise: float = setting(0.0, "share of each client's labels that are wrong", ">= 0", "<= 1")
     validation: float = setting(0.0, "share of each client's training data held out for validation", ">= 0", "< 1")
     augment: Literal["auto", "on", "off"] = setting("auto", "random crop and flip in training; auto: as the data set")
 
@@ -198,6 +204,7 @@ class Experiment:
         beta = f"{self.partition}, beta {self.beta:g}"
         words = {"dirichlet": beta, "quantity": beta}
         words["label-skew"] = f"label-skew, {self.classes_per_client} classes each"
+        words["label-quantity"] = f"label-quantity, {self.classes_per_client} classes each, beta {self.beta:g}"
         return words.get(self.partition, self.partition)
 
     def telling(self) -> dict[str, Any]:

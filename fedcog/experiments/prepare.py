@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedcog.data import DataError, Dataset, FederatedData, partition, sources
+from fedcog.data import DataError, Dataset, FederatedData, partition, shifts, sources
 from fedcog.data.partition import Rule
 from fedcog.experiments.config import Experiment, Recorded, RecordedWrapper, generating, layers, name_of
 from fedcog.experiments.pretrained import pretrained, ready_generator
@@ -71,6 +71,7 @@ class Prepared:
             if held is None
             else [held.get(client, nothing) for client in range(experiment.clients)]
         )
+        self.dataset = altered(experiment, self.dataset, self.indices)
         dtype = getattr(torch, experiment.precision)
         stored = torch.float32 if dtype == torch.bfloat16 else dtype
         augment = {"auto": self.dataset.augment, "on": True, "off": False}[experiment.augment]
@@ -263,10 +264,20 @@ def share_out(experiment: Experiment, dataset: Dataset) -> list[Tensor]:
     rule = Rule(
         experiment.clients, experiment.beta, experiment.balance, experiment.classes_per_client, experiment.min_examples
     )
-    seed = experiment.seed if experiment.partition_seed < 0 else experiment.partition_seed
     users = None if dataset.users is None else dataset.users.numpy()
-    shares = partition.split(experiment.partition, dataset.train_y.numpy(), users, rule, seed)
+    shares = partition.split(experiment.partition, dataset.train_y.numpy(), users, rule, _seed(experiment))
     return [torch.from_numpy(share) for share in shares]
+
+
+def altered(experiment: Experiment, dataset: Dataset, shares: list[Tensor]) -> Dataset:
+    """The data as the clients have it: shifted, with wrong labels, if the experiment says so."""
+    how = experiment.shift, experiment.shift_strength, experiment.label_noise
+    return shifts.shifted(dataset, shares, *how, _seed(experiment))
+
+
+def _seed(experiment: Experiment) -> int:
+    """Of who holds what."""
+    return experiment.seed if experiment.partition_seed < 0 else experiment.partition_seed
 
 
 def selection(experiment: Experiment, sizes: list[int]) -> Selection:
@@ -326,7 +337,9 @@ def find_device(name: str) -> torch.device:
 
 
 def stacked(experiment: Experiment) -> bool:
-    """Do several seeds train as one? On a GPU, where ten clients leave most of it idle."""
+    """Do several seeds train as one? On a GPU, where ten clients leave most of it idle, if their data are the same."""
+    if experiment.shift != "none" or experiment.label_noise:
+        return False
     return find_device(experiment.device).type == "cuda" and experiment.mapping in ("auto", "graph")
 
 

@@ -3,7 +3,7 @@
 Phones have a network of half the width, train half as long and generate nothing. Laptops generate inputs, a few at a
 time to save memory. The server learns a generator for it.
 
-    python examples/unequal_devices.py [--rounds 21]
+    python examples/unequal_devices.py [--rounds 15]
 """
 
 import argparse
@@ -21,7 +21,7 @@ DEVICES = """
 def main() -> None:
     """Run it, and print what becomes of each kind of device."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=21, help="communication rounds (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=15, help="communication rounds (default: %(default)s)")
     parser.add_argument("--out", default="runs/devices", help="where the run goes (default: %(default)s)")
     options = parser.parse_args()
 

@@ -142,11 +142,11 @@ def usable(generator: nn.Module, noise: int, input_shape: tuple[int, ...]) -> nn
         if isinstance(part, _NormBase):
             part.running_mean = part.running_var = part.num_batches_tracked = None
             part.track_running_stats = False
-    numbers = torch.randn(4, noise, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    numbers = torch.randn(4, noise, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    with torch.random.fork_rng(devices=[]):
         try:
             made, again = generator(numbers), generator(numbers)
-        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except Exception as error:  # it is somebody's own code
             raise ModelError(
                 f"the generator does not take noise of shape {(4, noise)}: {error}. Set fedcog.noise to the numbers it "
                 "makes an input of."
@@ -162,6 +162,11 @@ def usable(generator: nn.Module, noise: int, input_shape: tuple[int, ...]) -> nn
         raise ModelError(
             "the generator does not make the same inputs of the same noise: it must draw random numbers of its own, or "
             "write to its buffers, and a run could not be repeated. Take that part out."
+        )
+    if not made.requires_grad or not bool(made.isfinite().all()):
+        raise ModelError(
+            "the generator's inputs hang neither on its weights nor on its noise, or are not finite, so that nothing "
+            "could be learnt: look for detach or no_grad in it, and for weights that are too large."
         )
     return generator
 

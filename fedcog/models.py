@@ -146,7 +146,9 @@ class Model:
                 masks = held(self._eval, self.head, self.input_shape, width, set(weights)) if width < 1 else {}
             except Uncuttable as error:
                 raise ModelError(f"the network cannot be made narrower: {error} Set heterofl.width to 1.") from error
-            self._held[width] = {name: masks.get(name, torch.ones_like(value)) for name, value in weights.items()}
+            self._held[width] = {
+                name: masks[name] if masks else torch.ones_like(value) for name, value in weights.items()
+            }
         return self._held[width]
 
     @property

@@ -11,6 +11,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 Masks = dict[str, Tensor]
+MIXING = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm, nn.Softmax, nn.LogSoftmax, nn.Softmin)
+"""Layers of which a channel's output hangs on the others."""
 
 
 class Uncuttable(Exception):
@@ -29,7 +31,12 @@ def held(module: nn.Module, head: str, input_shape: tuple[int, ...], width: floa
         probe = copy.deepcopy(module).eval()
         for name, layer in probe.named_modules():
             name = f"{name}." if name else ""
-            if isinstance(layer, nn.Linear | _ConvNd) and not getattr(layer, "transposed", False):
+            own = {key for key, _ in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False))}
+            if (
+                isinstance(layer, nn.Linear | _ConvNd)
+                and own <= {"weight", "bias"}
+                and not getattr(layer, "transposed", 0)
+            ):
                 kept = (
                     layer.weight.shape[0]
                     if name == (f"{head}." if head else "")
@@ -38,16 +45,43 @@ def held(module: nn.Module, head: str, input_shape: tuple[int, ...], width: floa
                 layer.register_forward_hook(_cut(name, kept, masks, filled))
             elif isinstance(layer, _BatchNorm):
                 layer.register_forward_hook(_passed(name, masks, filled))
-            elif list(layer.parameters(recurse=False)) or list(layer.buffers(recurse=False)):
+            elif own or isinstance(layer, MIXING):
                 raise Uncuttable(
                     f"layer '{name[:-1]}' ({type(layer).__name__}) mixes or holds numbers of all channels: only "
                     "networks of linear layers, convolutions and BatchNorm have narrower ones inside them."
                 )
         with torch.no_grad():
             probe(torch.full((2, *input_shape), filled, device=some.device, dtype=some.dtype))
-    if frozen := sorted(masks.keys() - moving):
-        raise Uncuttable(f"'{frozen[0]}' is not trained, and would stay as wide as it is.")
+    if odd := sorted(masks.keys() ^ moving):
+        raise Uncuttable(f"'{odd[0]}' is not trained, shared by two layers, or used outside of its own.")
+    _check(module, input_shape, masks)
     return masks
+
+
+def _check(module: nn.Module, input_shape: tuple[int, ...], masks: Masks) -> None:
+    """Is nothing lost that is there? Then it does not matter what stands where nothing comes in."""
+    probe, draw = copy.deepcopy(module).eval(), torch.Generator().manual_seed(0)
+    some = next(probe.parameters())
+
+    def numbers(shape: tuple[int, ...] | torch.Size) -> Tensor:
+        return torch.randn(shape, generator=draw).to(some)
+
+    inputs, outputs = 3 * numbers((8, *input_shape)), list[Tensor]()
+    weights = {name: numbers(mask.shape) * mask for name, mask in masks.items() if "running" not in name}
+    for filled in (0.0, 1.0):
+        with torch.no_grad():
+            for name, value in probe.named_parameters():
+                there = masks[name]
+                rows = there.flatten(1).amax(1) if there.dim() > 1 else there  # channels that are put out
+                rest = (1 - there) * rows.reshape(-1, *[1] * (there.dim() - 1)) if there.dim() > 1 else 0 * there
+                value.copy_(weights[name] + filled * rest * numbers(value.shape))
+            outputs.append(probe(inputs))
+    empty = [name for name, mask in masks.items() if mask.dim() > 1 and not bool(mask.any())]
+    if empty or not torch.allclose(outputs[0], outputs[1], rtol=1e-3, atol=1e-4):
+        raise Uncuttable(
+            "something between its layers makes 0 of what is there, or mixes channels: what a narrower one has cannot "
+            "be told."
+        )
 
 
 def _cut(name: str, kept: int, masks: Masks, filled: float) -> Callable[..., Tensor]:

@@ -62,7 +62,7 @@ NESTED: dict[str, Algorithm] = {
     "vhl style": VHL(**VIRTUAL, source="style"),
     "moon+ditto": Ditto(MOON(mu=0.5)),
     "fedsam+ditto+vhl": VHL(Ditto(FedSAM()), **VIRTUAL),
-    "scaffold+fedcog+heterofl": HeteroFL(FedCOG(SCAFFOLD(), count=8, steps=3, start_round=1, lr=0.1), width=0.5),
+    "moon+fedcog+heterofl": HeteroFL(FedCOG(MOON(mu=0.5), count=8, steps=3, start_round=1, lr=0.1), width=0.5),
     "ditto+heterofl": HeteroFL(Ditto(), width=0.5),
     "fedprox+vhl+fedcog": FedCOG(VHL(FedProx(mu=0.5), **VIRTUAL), count=8, steps=3, start_round=1, lr=0.1),
 }

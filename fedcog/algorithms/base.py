@@ -119,6 +119,7 @@ class Algorithm:
     personalises: ClassVar[bool] = False  # is the clients' own model what it is about?
     one_label: ClassVar[str] = ""  # why an example must have one label and no more, if it must
     local: ClassVar[tuple[str, ...]] = ()  # settings that may be other at clients of another kind of device
+    whole: ClassVar[bool] = False  # does it go wrong where some clients have but a part of the model?
     needs_sgd: ClassVar[bool] = False  # does it take the way a client went for a sum of gradients?
     # What no number of a payload's part exceeds, by the part's name: secure aggregation has to know.
     scales: ClassVar[dict[str, float]] = {"delta": 64.0, "buffers": 4096.0, "weight": 1.0, "count": 1.0}

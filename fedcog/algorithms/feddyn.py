@@ -1,6 +1,7 @@
 """FedDyn (Acar et al., ICLR 2021, algorithm 1): penalties that line local optima up with the global one."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -20,6 +21,7 @@ class FedDyn(Algorithm):
     supposes that clients come near to their minimum; where they stop early, an alpha above the authors' steadies it.
     """
 
+    whole: ClassVar[bool] = True
     alpha: float = setting(0.01, "strength of the linear and quadratic terms", ">= 0")
     correction: float = setting(1.0, "share of h / alpha the server takes off; 0, and alpha 0: FedAvg", ">= 0", "<= 1")
 

@@ -25,6 +25,7 @@ class FedGen(Algorithm):
     The authors weigh both by 10 and train by plain SGD; momentum 0.9 makes steps ten times as long, so here it is 1.
     """
 
+    whole: ClassVar[bool] = True
     uplink: ClassVar[Uplink] = "each"
     needs_head: ClassVar[bool] = True
     one_label: ClassVar[str] = "fedgen makes features of one label at a time, and weighs heads by their share of it."

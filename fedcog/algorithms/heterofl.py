@@ -10,7 +10,7 @@ from fedcog import tree
 from fedcog.algorithms.base import Batch, Effort, Site
 from fedcog.algorithms.wrapper import Wrapper
 from fedcog.models import Model
-from fedcog.settings import setting
+from fedcog.settings import ConfigError, setting
 from fedcog.tree import Params, State
 
 
@@ -29,6 +29,16 @@ class HeteroFL(Wrapper):
     needs_head: ClassVar[bool] = True
 
     width: float = setting(1.0, "share of every hidden layer's channels that a client has", "> 0", "<= 1")
+
+    def __post_init__(self) -> None:
+        """Refuse what keeps or sends more by number than its change."""
+        if self.inner.whole:
+            raise ConfigError(
+                [
+                    "heterofl goes around algorithms whose clients send changes of the model and nothing else of its "
+                    "size: not around scaffold, feddyn, fedgen or vhl. Choose another."
+                ]
+            )
 
     @property
     def scales(self) -> dict[str, float]:  # type: ignore[override]
@@ -53,7 +63,7 @@ class HeteroFL(Wrapper):
 
     def server_update(self, server: State, total: State, draws: State) -> State:
         """Inner's, of sums as if all had sent what those sent on average who have it."""
-        weight, least = total["weight"], 1e-3 * total["weight"] / total["count"]
+        weight, least = total["weight"], 1e-5 * total["weight"]  # rounding leaves less than that of nothing
 
         def fair(name: str, value: Tensor) -> Tensor:
             if name not in total["lacks"]:

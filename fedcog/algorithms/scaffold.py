@@ -22,6 +22,7 @@ class SCAFFOLD(Algorithm):
     """
 
     needs_sgd: ClassVar[bool] = True
+    whole: ClassVar[bool] = True
     scales: ClassVar[dict[str, float]] = Algorithm.scales | {"control": 1024.0}
     strength: float = setting(1.0, "share of the correction that is applied; 0: FedAvg", ">= 0", "<= 1")
 

@@ -25,6 +25,7 @@ class VHL(Wrapper):
     epochs of every round. `style` is a style generator with random weights in place of clouds of noise.
     """
 
+    whole: ClassVar[bool] = True
     needs_head: ClassVar[bool] = True
     one_label: ClassVar[str] = (
         "vhl lines an example's features up with virtual ones of its class, and it must have one."

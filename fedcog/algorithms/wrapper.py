@@ -25,6 +25,11 @@ class Wrapper(Algorithm):
         """Inner's."""
         return self.inner.scales
 
+    @property
+    def whole(self) -> bool:  # type: ignore[override]
+        """Inner's."""
+        return self.inner.whole
+
     def draws(self, round: int, model: Model, batch_size: int) -> dict[str, Draw]:
         """Inner's."""
         return self.inner.draws(round, model, batch_size)

@@ -14,7 +14,7 @@ from fedcog.data.datasets import DataError
 from fedcog.data.layouts import LABELS, LARGEST, Entry, Fault, stamp_of
 
 MOST = 1 << 16  # images of a user: rows are 16 bits here
-BROKEN = (OSError, RuntimeError, KeyError, ValueError)  # what h5py raises over a damaged file
+BROKEN = (OSError, RuntimeError, KeyError, ValueError, AttributeError)  # what h5py raises over a damaged file
 LONGEST_ID, LONGEST_MAPPING = 64, 1 << 16  # bytes
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedcog import data, settings
-from fedcog.algorithms import ALGORITHMS, Algorithm, FedCOG, Wrapper
+from fedcog.algorithms import ALGORITHMS, Algorithm, FedCOG, HeteroFL, Wrapper
 from fedcog.data.shifts import Shift
 from fedcog.experiments import devices
 from fedcog.federation.devices import Device
@@ -54,9 +54,7 @@ class Experiment:
     min_examples: int = setting(10, "examples that every client must hold at least", ">= 1")
     partition_seed: int = setting(-1, "seed of the partition; -1: the same as --seed", ">= -1")
     shift: Shift = setting("none", "what sets clients' inputs apart: each has its own angle, noise or tint")
-    shift_strength: float = setting(
-        0.5, "how far: a share of half a turn, or of the range of values", ">= 0", "<= 1"
-    )
+    shift_strength: float = setting(0.5, "how far: a share of half a turn, or of the range of values", ">= 0", "<= 1")
     label_noise: float = setting(0.0, "share of each client's labels that are wrong", ">= 0", "<= 1")
     validation: float = setting(0.0, "share of each client's training data held out for validation", ">= 0", "< 1")
     augment: Literal["auto", "on", "off"] = setting("auto", "random crop and flip in training; auto: as the data set")
@@ -161,7 +159,19 @@ class Experiment:
             raise ConfigError(faults)
 
     def _kinds(self) -> tuple[list[Device], list[str]]:
-        return devices.read(self.devices, self.clients, layers(self.algorithm), settings.settings(Experiment))
+        found, faults = devices.read(self.devices, self.clients, layers(self.algorithm), settings.settings(Experiment))
+        base = generating(self.algorithm)
+        given = base.generator == "custom" or self.pretrained_generator
+        for device in found:
+            own = device.changes.get(FedCOG, {})
+            if given and (own.get("generator", "none") not in ("none", base.generator) or "noise" in own):
+                faults.append(
+                    f"devices, {device.name}: where a generator is given, a kind has that one or none: leave "
+                    "fedcog.noise out, and set fedcog.generator=none or nothing."
+                )
+            if not given and own.get("generator") == "custom":
+                faults.append(f"devices, {device.name}: set --fedcog.generator custom for all, and none for others.")
+        return found, faults
 
     @property
     def kinds(self) -> list[Device]:
@@ -177,6 +187,8 @@ class Experiment:
             )
         if self.selection != "uniform":
             yield "power-of-choice needs every client's loss in clear, which privacy forbids: set --selection uniform."
+        if any(isinstance(layer, HeteroFL) for _, layer in layers(self.algorithm)):
+            yield "heterofl sends who has what, which privacy would clip and blur: choose another algorithm."
         if self.weights == "examples":
             yield "with privacy every client counts as one, or its size would be told: set --weights auto."
 
@@ -309,7 +321,8 @@ def read_recorded(values: Mapping[str, Any], known: Mapping[str, type[Algorithm]
     strangers = {part for part in str(values.get("algorithm")).split("+") if part not in known}
     if not strangers:
         return read_experiment(values, known=known)
-    experiment = read_experiment({k: v for k, v in values.items() if k not in {"algorithm", *strangers, *known}})
+    plain = {k: v for k, v in values.items() if k not in {"algorithm", "devices", *strangers, *known}}
+    experiment = read_experiment(plain)
     algorithm = Algorithm()
     for place, part in enumerate(str(values["algorithm"]).split("+")):
         table = values.get(part, {})
@@ -319,7 +332,7 @@ def read_recorded(values: Mapping[str, Any], known: Mapping[str, type[Algorithm]
             algorithm = known[part](**inside, **_read_table(part, values, known)[0])
         else:
             algorithm = RecordedWrapper(algorithm, part, own) if place else Recorded(part, own)
-    return dataclasses.replace(experiment, algorithm=algorithm)
+    return dataclasses.replace(experiment, algorithm=algorithm, devices=str(values.get("devices", "")))
 
 
 def read_experiment(

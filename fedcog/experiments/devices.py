@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedcog import settings
-from fedcog.algorithms import Algorithm
+from fedcog.algorithms import ALGORITHMS, Algorithm
 from fedcog.federation.devices import Device
 from fedcog.settings import Setting
 
@@ -24,7 +24,7 @@ def read(
         own = settings.settings(type(layer))
         known |= {f"{name}.{key}": own[key] for key in layer.local if key in own}
     found, faults = list[Device](), list[str]()
-    for part in filter(str.strip, re.split(r"[;\n]", text)):
+    for part in filter(str.strip, re.split(r"[;\n]", re.sub(r"#.*", "", text))):
         name, colon, words = (piece.strip() for piece in part.partition(":"))
         if not colon or not name or "=" in name:
             faults.append(f"devices: '{part.strip()}' must begin with a name and a colon, as in phone: clients=6.")
@@ -32,8 +32,15 @@ def read(
         values = dict[str, Any]()
         for word in words.split():
             key, _, value = word.partition("=")
-            if key not in known:
-                faults.append(f"devices, {name}: {settings.unknown('setting', key, known)}")
+            whose = key.partition(".")[0]
+            if key not in known and whose in ALGORITHMS and whose not in dict(layers):
+                faults.append(
+                    f"devices, {name}: {key} is for an algorithm with {whose}: add +{whose}, or leave it out."
+                )
+                continue
+            if key not in known or key in values:
+                why = "is told twice." if key in values else settings.unknown("setting", key, known)
+                faults.append(f"devices, {name}: {key} {why}" if key in values else f"devices, {name}: {why}")
                 continue
             try:
                 values[key] = settings.parse(known[key], value)
@@ -41,6 +48,8 @@ def read(
             except ValueError as error:
                 trouble = str(error)
             faults += [f"devices, {name}: {key} {trouble}."] if trouble else []
+        if {"local_steps", "local_epochs"} <= values.keys():
+            faults.append(f"devices, {name}: local_steps and local_epochs contradict each other: leave one out.")
         if "clients" not in values:
             faults.append(f"devices, {name}: say how many clients have one, as in clients=6.")
             continue

@@ -29,6 +29,7 @@ from fedcog.task import Task
 from fedcog.tree import Params, State
 
 Mapping = Literal["loop", "vmap", "graph"]
+CREWS = 4  # of kinds of devices so many have processes waiting for their next round
 
 
 class Cohort:
@@ -124,7 +125,7 @@ class Cohort:
         """The loop's round in worker processes; whoever has most steps goes first, so that all end at about a time."""
         began = time.perf_counter()
         if algorithm not in self._crews or self._crews[algorithm].ended:
-            self.close(algorithm)
+            self.close(algorithm, *list(self._crews)[CREWS - 1 :])
             count = min(self.workers, len(members.number))
 
             @torch.no_grad()

@@ -44,7 +44,7 @@ def side_by_side(done: Sequence[Outcome]) -> Outcome:
         kept=tree.join([one.kept for one in done]),
         total=joined([one.total for one in done if one.total]),
         hits=torch.cat(hits) if hits else None,
-        exhibit=done[0].exhibit,
+        exhibit=next((one.exhibit for one in done if one.exhibit), {}),
         seconds=lambda: {part: sum(one.seconds()[part] for one in done) for part in done[0].seconds()},
         **together,
     )

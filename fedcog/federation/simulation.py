@@ -235,8 +235,9 @@ def gather_together(simulations: Sequence[Simulation], algorithm: Algorithm, wor
     They are simulations of one experiment that differ in their seed alone, in the same round.
     """
     first, work = simulations[0].cohort, works[0]
-    count, alike = sum(len(one.clients) for one in works), len(simulations[0].devices) == 1
-    if alike and len(works) > 1 and first.mapping != "loop" and len(first.parts(count)) == 1:
+    count, kinds = sum(len(one.clients) for one in works), simulations[0].devices
+    if len(kinds) == 1 and len(works) > 1 and first.mapping != "loop" and len(first.parts(count)) == 1:
+        algorithm = kinds[0].adapt(algorithm)
         parties = [
             Party(simulation.cohort, one.shared, simulation.members(algorithm, one.shared, one.clients))
             for simulation, one in zip(simulations, works, strict=True)

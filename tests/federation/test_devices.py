@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import fedcog
 from fedcog import tree
-from fedcog.algorithms import SCAFFOLD, Algorithm, FedAvg, FedCOG, HeteroFL
-from fedcog.experiments.config import Experiment, make_algorithm
+from fedcog.algorithms import SCAFFOLD, VHL, Algorithm, FedAvg, FedCOG, FedDyn, FedGen, HeteroFL
+from fedcog.experiments.config import Experiment, make_algorithm, read_recorded
 from fedcog.experiments.run import carry_out
 from fedcog.experiments.turns import in_step
 from fedcog.federation import masking
@@ -123,12 +123,10 @@ def test_masked_sums_do_as_well() -> None:
         assert torch.equal(other[name][mask == 0], small.server["params"][name][mask == 0])
 
 
-def test_control_variates_of_a_narrow_client_are_narrow() -> None:
-    small = Small(HeteroFL(SCAFFOLD(), width=0.5), rounds=2)
-    small.run()
-    held = small.model.held(0.5)
-    for path, value in small.backend.store.flatten().items():
-        assert not value[held[path.rpartition("::")[2]] == 0].any(), path
+@pytest.mark.parametrize("inner", [SCAFFOLD(), FedDyn(), FedGen(), VHL(), FedCOG(VHL())])
+def test_what_keeps_more_by_number_than_its_change_is_refused(inner: Algorithm) -> None:
+    with pytest.raises(ConfigError, match="heterofl goes around algorithms whose clients send changes"):
+        HeteroFL(inner)
 
 
 @pytest.mark.parametrize("name", ["group-norm", "layer-norm", "frozen"])
@@ -140,9 +138,50 @@ def test_what_has_no_narrower_network_inside_is_refused(name: str) -> None:
     assert all(bool((mask == 1).all()) for mask in model.held(1.0).values())
 
 
-def test_an_activation_that_makes_something_of_nothing_is_refused() -> None:
-    module = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Sigmoid(), nn.Linear(8, CLASSES))
-    with pytest.raises(ModelError, match="such as a sigmoid"):
+class Outside(nn.Module):
+    """Uses a layer's weights without the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(64, 8, bias=False), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(F.relu(F.linear(x.flatten(1), self.body.weight)))
+        return logits
+
+
+class Apart(nn.Module):
+    """What comes of a constant is nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.head = nn.Linear(64, 8), nn.Linear(64, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        logits: Tensor = self.head(F.relu(self.one(x) - self.other(x)))
+        return logits
+
+
+def between(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 8, 3), *layers, nn.Flatten(), nn.Linear(288, CLASSES))
+
+
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [
+        (between(nn.Sigmoid()), "such as a sigmoid"),
+        (between(nn.InstanceNorm2d(8), nn.ReLU()), "makes 0 of what is there"),
+        (between(nn.Softshrink(1.0)), "makes 0 of what is there"),
+        (between(nn.GroupNorm(2, 8, affine=False)), "mixes or holds"),
+        (between(nn.Softmax(1)), "mixes or holds"),
+        (Outside(), "used outside of its own"),
+        (Apart(), "makes 0 of what is there"),
+        (USER_MODELS["tied"](), "shared by two layers"),
+    ],
+)
+def test_what_would_be_cut_wrong_is_refused(module: nn.Module, why: str) -> None:
+    with pytest.raises(ModelError, match=why):
         Model(module, (1, 8, 8), CLASSES).held(0.5)
 
 
@@ -223,6 +262,10 @@ def test_devices_are_read_from_a_text() -> None:
         ("phone: clients=4 local_steps=many", "phone: local_steps needs a whole number >= 1, not 'many'."),
         ("phone: clients=4 lr=0.1", "unknown setting 'lr'"),
         ("phone: local_steps=4", "phone: say how many clients have one"),
+        ("phone: clients=4 clients=3", "phone: clients is told twice."),
+        ("phone: clients=4 local_steps=3 local_epochs=1", "contradict each other"),
+        ("phone: clients=4 fedprox.mu=1", "fedprox.mu is for an algorithm with fedprox: add +fedprox"),
+        ("phone: clients=4 fedcog.generator=custom", "phone: set --fedcog.generator custom for all"),
         ("phone: clients=2; phone: clients=2", "two kinds are called phone."),
         ("phone: clients=2; server: clients=1", "they are of 3 clients, and there are 4: set --clients 3."),
     ],
@@ -231,6 +274,34 @@ def test_what_is_wrong_with_devices_is_told(text: str, fault: str) -> None:
     with pytest.raises(ConfigError) as error:
         experiment(devices=text)
     assert fault in str(error.value)
+
+
+def test_privacy_is_refused() -> None:
+    with pytest.raises(ConfigError, match="heterofl sends who has what, which privacy would clip"):
+        experiment(privacy="central", weights="auto")
+
+
+def test_a_record_of_an_algorithm_that_is_not_at_hand_is_read() -> None:
+    values = experiment().to_dict() | {"algorithm": "Mine+fedcog+heterofl", "Mine": {}}
+    assert read_recorded(values).devices == TEXT
+
+
+def test_one_kind_counts_in_step_too(tmp_path: Path) -> None:
+    """Seeds that train as one, all clients of one narrow kind, end as they do alone."""
+    seeds = [experiment(seed=seed, mapping="vmap", devices="a: clients=4 heterofl.width=0.5") for seed in (0, 1)]
+    together = in_step([carry_out(one, tmp_path / f"together-{one.seed}") for one in seeds])
+    for one, run in zip(seeds, together, strict=True):
+        assert isinstance(run, fedcog.Run)
+        alone = fedcog.run(one, tmp_path / f"alone-{one.seed}")
+        assert [line["loss"] for line in run.lines] == pytest.approx([line["loss"] for line in alone.lines], rel=1e-4)
+
+
+def test_a_little_client_that_alone_has_a_number_counts() -> None:
+    server = {"params": {"w": torch.zeros(2)}, "buffers": {}}
+    total = {"delta": {"w": torch.tensor([1.0, 3e-4])}, "buffers": {}, "weight": torch.tensor(1.0)}
+    total |= {"count": torch.tensor(9.0), "lacks": {"w": torch.tensor([0.0, 1 - 1e-4])}}
+    after = HeteroFL().server_update(server, total, {})["params"]["w"]
+    assert after.tolist() == pytest.approx([1.0, 3.0], rel=1e-2)
 
 
 def test_a_run_of_unequal_devices_resumes_bit_for_bit(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ UNEQUAL = """
 
 @pytest.mark.parametrize(
     ("name", "devices"),
-    [("moon", ""), ("scaffold+fedcog", ""), ("fedcog+heterofl", UNEQUAL)],  # what is kept, sent more, and done apart
+    [("scaffold+fedcog", ""), ("fedcog+heterofl", UNEQUAL)],  # what is kept and sent more, and done apart
 )
 def test_flower_comes_to_what_the_simulator_comes_to(name: str, devices: str, tmp_path: Path) -> None:
     one = experiment(name, devices=devices)

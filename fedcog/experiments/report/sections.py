@@ -186,7 +186,7 @@ def _fairness(groups: Sequence[Group]) -> str:
     words = (
         "Clients' own models on their own label mix, in the last evaluated round: mean over its clients, mean of the "
         "worst tenth of them, and their standard deviation. <em>Forgotten</em> is what the model that a client was "
-        "sent loses by local training in accuracy on classes of which it has no example. Mean ± deviation over seeds."
+        "sent loses by local training on classes of which it has no example. Mean ± deviation over seeds."
     )
     return f"<h3>How clients fare</h3><p>{words}</p>{table(_head(*heads), rows)}" if rows else ""
 

@@ -33,6 +33,7 @@ from fedcog.algorithms import (
 from fedcog.data import DataError, Dataset, from_arrays, from_torch
 from fedcog.experiments.compare import compare
 from fedcog.experiments.config import Experiment, make_algorithm
+from fedcog.experiments.export import export
 from fedcog.experiments.pretrained import pretrain
 from fedcog.experiments.record import RecordError
 from fedcog.experiments.run import Run, load, read, run
@@ -77,6 +78,7 @@ __all__ = [
     "Wrapper",
     "__version__",
     "compare",
+    "export",
     "from_arrays",
     "from_torch",
     "group",

@@ -17,7 +17,7 @@ from fedcog import completion, console, flags, settings
 from fedcog.algorithms import ALGORITHMS, Algorithm
 from fedcog.data import SOURCES, DataError, PartitionError, sources
 from fedcog.data.datasets import DataWarning
-from fedcog.experiments import deploy, paper, plan, record, reproduce, smoke, summary, theory
+from fedcog.experiments import deploy, doctor, paper, plan, record, reproduce, smoke, summary, theory
 from fedcog.experiments.catalogue import catalogue, markdown
 from fedcog.experiments.compare import compare, places
 from fedcog.experiments.config import Experiment, name_of, read_experiment
@@ -344,6 +344,16 @@ def _completion(options: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
+def _doctor(options: argparse.Namespace, rest: list[str]) -> int:
+    _nothing_else(rest)
+    parts = list(doctor.examine(options.data_dir))
+    console.doctor(parts, options.style)
+    if ailing := [part for part in parts if part.ails]:
+        console.faults([f"{part.name} is needed, and {part.state}: {part.remedy}" for part in ailing])
+        return 1
+    return 0
+
+
 def _deploy(options: argparse.Namespace, rest: list[str]) -> int:
     values, faults = flags.given(options, rest)
     experiment = read_experiment(values, faults, options.known)
@@ -493,6 +503,9 @@ def _parser(algorithms: Mapping[str, type[Algorithm]]) -> argparse.ArgumentParse
             part.add_argument("name", choices=list(SOURCES), metavar="NAME", help=", ".join(SOURCES))
         part.add_argument("--data-dir", metavar="DIR", help="folder for data sets")
         part.set_defaults(call=_data)
+
+    well = _command_parser(commands, "doctor", _doctor, "tell what works here, what is missing, and how to get it")
+    well.add_argument("--data-dir", metavar="DIR", help="folder with the data sets")
 
     shells = commands.add_parser("completion", help="print a script with which a shell completes fedcog's words")
     shells.add_argument("shell", choices=list(completion.SCRIPTS), metavar="SHELL", help=", ".join(completion.SCRIPTS))

@@ -23,6 +23,7 @@ from fedcog.data.partition import KINDS, PARTITIONS, natural
 from fedcog.experiments import summary
 from fedcog.experiments.catalogue import catalogue as measured
 from fedcog.experiments.config import Experiment, layers, name_of, own_settings
+from fedcog.experiments.doctor import Part
 from fedcog.experiments.export import Exported
 from fedcog.experiments.plan import Done
 from fedcog.experiments.run import Run
@@ -263,6 +264,21 @@ def exported(found: Exported, what: Experiment, style: Style) -> None:
     for name, layer in layers(what.algorithm):
         if layer.personalises:
             aside(f"{name} is about the clients' own models: this is the one that they share.", style)
+
+
+def doctor(parts: Sequence[Part], style: Style) -> None:
+    """What works, what is missing, and what to do about it."""
+    if style == "plain":
+        for part in parts:
+            remedy = f" ({part.remedy})" if part.remedy else ""
+            say(f"{part.name}: {part.state}: {part.facts}{remedy}", style)
+    elif style != "quiet":
+        colours = {"ok": "green", "missing": "yellow", "broken": "red"}
+        table = Table("part", "state", "what it is", "what to do")
+        for part in parts:
+            state = f"[{colours[part.state]}]{part.state}[/]"
+            table.add_row(part.name, state, escape(part.facts), escape(part.remedy))
+        _out.print(table)
 
 
 def catalogue(what: str | None, data_dir: str | None) -> None:

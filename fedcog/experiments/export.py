@@ -129,12 +129,12 @@ def _saved(weights: dict[str, Tensor]) -> bytes:
 
 @contextlib.contextmanager
 def _hushed() -> Iterator[None]:
-    """Without what the exporter tells of packages it does without, and of what it will do otherwise one day."""
-    log = logging.getLogger("torch.onnx")
+    """Without what the exporter says of packages it does without, and prints of graphs it cannot make."""
+    log = logging.getLogger("torch")
     before = log.level
-    log.setLevel(logging.ERROR)
+    log.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(action="ignore"):
+        with warnings.catch_warnings(action="ignore"), contextlib.redirect_stderr(io.StringIO()):
             yield
     finally:
         log.setLevel(before)

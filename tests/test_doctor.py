@@ -29,7 +29,17 @@ def test_here_everything_needed_works(capsys: pytest.CaptureFixture[str], tmp_pa
     assert main(["doctor"]) == 0
     said = capsys.readouterr()
     assert said.err == ""
-    for word in ("Python", "torch", torch.__version__, "GPU", "triton", "flwr", "dp-accounting", "h5py", "scikit-learn"):
+    for word in (
+        "Python",
+        "torch",
+        torch.__version__,
+        "GPU",
+        "triton",
+        "flwr",
+        "dp-accounting",
+        "h5py",
+        "scikit-learn",
+    ):
         assert word in said.out
     assert "fedcog data get cifar10" in said.out and "fedcog data get flair tells how" in said.out
     assert not (tmp_path / ".cache" / "fedcog").exists(), "to look makes no folder"

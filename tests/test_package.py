@@ -1,4 +1,4 @@
-"""What is released: one version, a wheel and an sdist that hold what they must, and a command that runs from the wheel."""
+"""What is released: one version, a wheel and an sdist that hold what they must, a command that runs."""
 
 import email
 import os

@@ -110,9 +110,12 @@ def _gpu() -> Iterator[Part]:
         return
     yield tried("GPU", _multiply, f"train with --device cpu, or get {GET_TORCH}", needed=True)
     yield tried("CUDA graphs", _record, "without them training is slower, but works: --mapping vmap")
-    yield package("triton", "triton", "our own kernels on a GPU", "pip install triton")
-    if pictures.kernels is not None:
-        yield tried("our kernels", _compile, "Triton needs a C compiler and Python's headers: apt install gcc python3-dev")
+    triton = package("triton", "triton", "our own kernels on a GPU", "pip install triton")
+    yield triton
+    if triton.state == "ok":
+        yield tried(
+            "our kernels", _compile, "Triton needs a C compiler and Python's headers: apt install gcc python3-dev"
+        )
 
 
 def _multiply() -> str:
@@ -135,7 +138,13 @@ def _record() -> str:
 
 def _compile() -> str:
     images = torch.arange(2 * 64, dtype=torch.uint8).reshape(2, 1, 8, 8)
-    given = images, torch.arange(2), torch.tensor([[4, 4, 0], [3, 5, 1]]), torch.full((1, 1, 1), 0.5), torch.ones(1, 1, 1)
+    given = (
+        images,
+        torch.arange(2),
+        torch.tensor([[4, 4, 0], [3, 5, 1]]),
+        torch.full((1, 1, 1), 0.5),
+        torch.ones(1, 1, 1),
+    )
     made = pictures.examples(*(one.cuda() for one in given))
     assert torch.allclose(made.cpu(), pictures.examples(*given)), "a kernel computes something else than torch"
     return "compiled, and computing what torch computes"

@@ -25,6 +25,8 @@ from fedcog.settings import ConfigError
 
 Format = Literal["safetensors", "torch", "onnx"]
 SUFFIXES: dict[Format, str] = {"safetensors": ".safetensors", "torch": ".pt", "onnx": ".onnx"}
+TOLD = ("dataset", "classes", "several", "mean", "std")
+"""What a record says of the data that matters to who uses the model."""
 
 
 class Exported(NamedTuple):
@@ -73,10 +75,14 @@ def export(
     directory = RunDirectory(run)
     network, checkpoint = trained(directory, copy.deepcopy(model), algorithm)
     experiment, told = directory.experiment(), directory.tensors("federation.safetensors")[1]
-    about = {name: told[name] for name in ("dataset", "classes", "several", "mean", "std") if name in told}
-    about |= {"model": checkpoint.about["model"], "input_shape": checkpoint.about["input_shape"]}
-    about |= {"algorithm": name_of(experiment.algorithm), "round": checkpoint.round, "rounds": experiment.rounds}
-    about |= {"fedcog": fedcog.__version__}
+    about: dict[str, Any] = {key: told[key] for key in TOLD if key in told} | {
+        "model": checkpoint.about["model"],
+        "input_shape": checkpoint.about["input_shape"],
+        "algorithm": name_of(experiment.algorithm),
+        "round": checkpoint.round,
+        "rounds": experiment.rounds,
+        "fedcog": fedcog.__version__,
+    }
     if format == "onnx":
         content = graph(directory, network, about)
     else:

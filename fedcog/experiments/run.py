@@ -256,8 +256,8 @@ def trained(
     moved = {name for name, value in model.named_parameters() if value.requires_grad}
     if algorithm is None and (own := check_runnable(experiment)):
         raise RecordError(
-            f"{own[0].partition(':')[0]}: fedcog.load({str(path)!r}, algorithm=...), and fedcog.export likewise, need it "
-            "to tell the model."
+            f"{own[0].partition(':')[0]}: fedcog.load({str(path)!r}, algorithm=...) needs it to tell the model, and so "
+            "does fedcog.export."
         )
     weights = (algorithm or experiment.algorithm).server_model(checkpoint.server)
     if not moved <= weights.keys() <= known:

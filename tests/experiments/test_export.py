@@ -238,9 +238,7 @@ def test_older_records_do_not_tell_the_normalisation_until_resumed(
     assert main(["export", "run", "--format", "onnx"]) == 0
 
 
-def test_faults_say_what_to_do(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_faults_say_what_to_do(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "nowhere"]) == 2
     assert "there is no run in nowhere" in capsys.readouterr().err
     assert main(["export", "run", "--format", "tensorflow"]) == 2

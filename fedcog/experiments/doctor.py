@@ -30,6 +30,7 @@ NEEDED = {
 """The module of each package that nothing goes without."""
 EXTRAS = {
     "flwr": ("flwr", "flower", "--backend flower, fedcog deploy"),
+    "ray": ("ray", "flower", "--backend flower"),
     "dp-accounting": ("dp_accounting", "privacy", "--privacy"),
     "h5py": ("h5py", "flair", "FLAIR as .hdf5"),
     "onnx": ("onnx", "onnx", "fedcog export --format onnx"),

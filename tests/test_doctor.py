@@ -52,7 +52,19 @@ def test_here_everything_needed_works(capsys: pytest.CaptureFixture[str], tmp_pa
 
 def test_every_module_that_can_be_done_without_is_missed_by_name() -> None:
     """In a process of its own, where none of them has been loaded: nothing of theirs is found."""
-    hidden = ["flwr", "ray", "dp_accounting", "h5py", "onnx", "onnxscript", "triton", "matplotlib", "sklearn", "PIL", "scipy"]
+    hidden = [
+        "flwr",
+        "ray",
+        "dp_accounting",
+        "h5py",
+        "onnx",
+        "onnxscript",
+        "triton",
+        "matplotlib",
+        "sklearn",
+        "PIL",
+        "scipy",
+    ]
     code = f"import sys; sys.modules.update(dict.fromkeys({hidden})); from fedcog.cli import main; sys.exit(main())"
     words = [sys.executable, "-c", code, "doctor", "--plain"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)

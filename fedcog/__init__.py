@@ -34,6 +34,7 @@ from fedcog.complement import Complement, distillation_loss, generate
 from fedcog.data import DataError, Dataset, from_arrays, from_torch
 from fedcog.experiments.compare import compare
 from fedcog.experiments.config import Experiment, make_algorithm
+from fedcog.experiments.export import export
 from fedcog.experiments.pretrained import pretrain
 from fedcog.experiments.record import RecordError
 from fedcog.experiments.run import Run, load, read, run
@@ -80,6 +81,7 @@ __all__ = [
     "__version__",
     "compare",
     "distillation_loss",
+    "export",
     "from_arrays",
     "from_torch",
     "generate",

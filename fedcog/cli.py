@@ -1,4 +1,4 @@
-"""fedcog run | compare | reproduce | report | list | partition | data | deploy: parse, call, print."""
+"""The command line: parse, call, print."""
 
 import argparse
 import contextlib
@@ -13,14 +13,15 @@ from typing import Any
 import torch
 
 import fedcog
-from fedcog import console, flags, settings
+from fedcog import completion, console, flags, settings
 from fedcog.algorithms import ALGORITHMS, Algorithm
 from fedcog.data import SOURCES, DataError, PartitionError, sources
 from fedcog.data.datasets import DataWarning
-from fedcog.experiments import deploy, paper, plan, record, reproduce, smoke, summary, theory
+from fedcog.experiments import deploy, doctor, paper, plan, record, reproduce, smoke, summary, theory
 from fedcog.experiments.catalogue import catalogue, markdown
 from fedcog.experiments.compare import compare, places
 from fedcog.experiments.config import Experiment, name_of, read_experiment
+from fedcog.experiments.export import SUFFIXES, export
 from fedcog.experiments.prepare import altered, check_ready, check_runnable, share_out, surroundings
 from fedcog.experiments.record import RecordError, RunDirectory
 from fedcog.experiments.results import Results
@@ -32,7 +33,7 @@ from fedcog.federation.ranks import RankDied
 from fedcog.federation.rounds import Diverged, NoAnswer
 from fedcog.federation.workers import WorkerDied
 from fedcog.flags import Parser
-from fedcog.models import ModelError
+from fedcog.models import MODELS, ModelError
 from fedcog.settings import ConfigError
 from fedcog.task import task_of
 
@@ -171,6 +172,16 @@ def _report(options: argparse.Namespace, rest: list[str]) -> int:
         record.write_file(Path(options.table), summary.markdown(runs).encode())
     console.results(runs, options.style)
     console.say(f"report: {out}", options.style)
+    return 0
+
+
+def _export(options: argparse.Namespace, rest: list[str]) -> int:
+    _nothing_else(rest)
+    recorded = RunDirectory(options.run).experiment(options.known)
+    if strange := check_runnable(recorded):
+        raise ConfigError(strange)
+    found = export(options.run, options.out, options.format, algorithm=recorded.algorithm)
+    console.exported(found, recorded, options.style)
     return 0
 
 
@@ -326,6 +337,24 @@ def _data(options: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
+def _completion(options: argparse.Namespace, rest: list[str]) -> int:
+    _nothing_else(rest)
+    several = dict.fromkeys(("--algorithm", "--algorithms"), ALGORITHMS)
+    parser = _parser(ALGORITHMS)
+    print(completion.script(options.shell, parser, several | {"--dataset": SOURCES, "--model": MODELS}), end="")
+    return 0
+
+
+def _doctor(options: argparse.Namespace, rest: list[str]) -> int:
+    _nothing_else(rest)
+    parts = list(doctor.examine(options.data_dir))
+    console.doctor(parts, options.style)
+    if ailing := [part for part in parts if part.ails]:
+        console.faults([f"{part.name} is needed, and {part.state}: {part.remedy}" for part in ailing])
+        return 1
+    return 0
+
+
 def _deploy(options: argparse.Namespace, rest: list[str]) -> int:
     values, faults = flags.given(options, rest)
     experiment = read_experiment(values, faults, options.known)
@@ -396,6 +425,12 @@ def _parser(algorithms: Mapping[str, type[Algorithm]]) -> argparse.ArgumentParse
     look.add_argument("--out", metavar="FILE", help="the page (default: report.html in DIR)")
     look.add_argument("--table", metavar="FILE.md", help="the results as a Markdown table, too")
     look.add_argument("--target", type=float, metavar="ACCURACY", help="accuracy to count rounds to, such as 0.6")
+
+    away = _command_parser(commands, "export", _export, "write a run's global model to a file, for use elsewhere")
+    away.add_argument("run", metavar="RUN", help="the run's directory")
+    away.add_argument("--format", choices=list(SUFFIXES), default="safetensors", help="default: safetensors")
+    away.add_argument("--out", metavar="FILE", help="the file (default: model.safetensors, .pt or .onnx in RUN)")
+    away.add_argument("--algorithm", metavar="NAME", help="if the run's is of your own: where it is, FILE.py:Class")
 
     again = _command_parser(commands, "reproduce", _reproduce, "run the paper's tables and figures again", "[NAME ...]")
     names = ", ".join(paper.studies())
@@ -469,6 +504,13 @@ def _parser(algorithms: Mapping[str, type[Algorithm]]) -> argparse.ArgumentParse
             part.add_argument("name", choices=list(SOURCES), metavar="NAME", help=", ".join(SOURCES))
         part.add_argument("--data-dir", metavar="DIR", help="folder for data sets")
         part.set_defaults(call=_data)
+
+    well = _command_parser(commands, "doctor", _doctor, "tell what works here, what is missing, and how to get it")
+    well.add_argument("--data-dir", metavar="DIR", help="folder with the data sets")
+
+    shells = commands.add_parser("completion", help="print a script with which a shell completes fedcog's words")
+    shells.add_argument("shell", choices=list(completion.SCRIPTS), metavar="SHELL", help=", ".join(completion.SCRIPTS))
+    shells.set_defaults(call=_completion)
     return parser
 
 

@@ -23,6 +23,8 @@ from fedcog.data.partition import KINDS, PARTITIONS, natural
 from fedcog.experiments import summary
 from fedcog.experiments.catalogue import catalogue as measured
 from fedcog.experiments.config import Experiment, layers, name_of, own_settings
+from fedcog.experiments.doctor import Part
+from fedcog.experiments.export import Exported
 from fedcog.experiments.plan import Done
 from fedcog.experiments.run import Run
 from fedcog.experiments.study import Study
@@ -251,6 +253,32 @@ def results(runs: Sequence[Run], style: Style) -> None:
             "personal: the round's clients' own models (else their local ones, before averaging), on their label mix"
         )
         _out.print(words, markup=False)
+
+
+def exported(found: Exported, what: Experiment, style: Style) -> None:
+    """Where a model now lies, and what of the run is not in it."""
+    done, rounds = found.about["round"], found.about["rounds"]
+    say(f"model: {found.path} ({found.about['model']}, after round {done} of {rounds})", style)
+    if done < rounds:
+        aside(f"the run is not finished, or was stopped: this is its model after round {done}.", style)
+    for name, layer in layers(what.algorithm):
+        if layer.personalises:
+            aside(f"{name} is about the clients' own models: this is the one that they share.", style)
+
+
+def doctor(parts: Sequence[Part], style: Style) -> None:
+    """What works, what is missing, and what to do about it."""
+    if style == "plain":
+        for part in parts:
+            remedy = f" ({part.remedy})" if part.remedy else ""
+            say(f"{part.name}: {part.state}: {part.facts}{remedy}", style)
+    elif style != "quiet":
+        colours = {"ok": "green", "missing": "yellow", "broken": "red"}
+        table = Table("part", "state", "what it is", "what to do")
+        for part in parts:
+            state = f"[{colours[part.state]}]{part.state}[/]"
+            table.add_row(part.name, state, escape(part.facts), escape(part.remedy))
+        _out.print(table)
 
 
 def catalogue(what: str | None, data_dir: str | None) -> None:

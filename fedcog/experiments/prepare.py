@@ -228,6 +228,8 @@ class Prepared:
             "dataset": self.dataset.name,
             "classes": list(self.dataset.classes),
             "several": self.dataset.several,
+            "mean": list(self.dataset.mean),
+            "std": list(self.dataset.std),
             "test_examples": len(self.dataset.test_y),
             "parameters": sum(value.numel() for value in self.model.params.values()),
             "model": self.model_name,

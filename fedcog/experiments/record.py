@@ -8,6 +8,7 @@ exhibits/NNNNN.safetensors   what a report shows of round NNNNN (generated input
 diverged.txt             why training ended early, if it left the numbers
 checkpoint.safetensors   the server's and every client's state after the last checkpointed round
 report.html              the run to look at
+model.*                  the global model, if it was exported
 """
 
 import contextlib
@@ -233,9 +234,7 @@ class RunDirectory:
             ) from error
 
     def _tensors(self, name: str, tensors: Params, about: dict[str, Any]) -> None:
-        # One metadata entry only: safetensors writes several in no particular order.
-        resting = {key: value.detach().to("cpu").contiguous() for key, value in tensors.items()}
-        self._write(name, serialise(resting, {"about": json.dumps(about, sort_keys=True)}))
+        self._write(name, packed(tensors, about))
 
     def _whole_lines(self) -> list[bytes]:
         try:
@@ -261,8 +260,15 @@ class RunDirectory:
             ) from error
 
 
+def packed(tensors: Params, about: dict[str, Any]) -> bytes:
+    """A file of tensors, and what it says of itself: JSON under "about"."""
+    # One metadata entry only: safetensors writes several in no particular order.
+    resting = {key: value.detach().to("cpu").contiguous() for key, value in tensors.items()}
+    return serialise(resting, {"about": json.dumps(about, sort_keys=True)})
+
+
 def write_file(path: Path, content: bytes) -> None:
-    """A page or figure somewhere outside a run."""
+    """A page, figure or model, anywhere."""
     try:
         _replace(path, content)
     except OSError as error:

@@ -23,7 +23,7 @@ from fedcog.experiments.turns import Interrupted, Running, Turn, in_step
 from fedcog.experiments.warm import inherit
 from fedcog.federation import ranks
 from fedcog.federation.rounds import Diverged, Federation
-from fedcog.models import build
+from fedcog.models import MODELS, build
 from fedcog.settings import ConfigError
 from fedcog.task import Measure, measure_of
 
@@ -229,23 +229,38 @@ def finish(experiment: Experiment, runs: Sequence[Running]) -> list[Run | Diverg
 
 def load(path: str | Path, model: nn.Module | None = None, algorithm: Algorithm | None = None) -> nn.Module:
     """The trained global model of a run, in evaluation mode; `model` and `algorithm` are your own, where it had any."""
-    directory = RunDirectory(path)
-    experiment, checkpoint = directory.experiment(), directory.load()
+    return trained(RunDirectory(path), model, algorithm)[0]
+
+
+def trained(
+    directory: RunDirectory, model: nn.Module | None = None, algorithm: Algorithm | None = None
+) -> tuple[nn.Module, Checkpoint]:
+    """The trained global model of a run, in evaluation mode, and the checkpoint it is from."""
+    path, experiment, checkpoint = directory.path, directory.experiment(), directory.load()
     if checkpoint is None:
         raise RecordError(f"the run in {path} has no checkpoint yet: wait for its first, or continue it.")
-    name = checkpoint.about["model"]
+    try:
+        name, shape, classes = (checkpoint.about[key] for key in ("model", "input_shape", "classes"))
+        if name not in (*MODELS, "custom"):
+            raise KeyError(name)
+    except (KeyError, TypeError) as error:
+        raise RecordError(f"{path / 'checkpoint.safetensors'} tells of no network that is known here.") from error
     if model is None:
         if name == "custom":
             raise RecordError(
-                f"the run in {path} trained a network of your own: load({str(path)!r}, model=YourNetwork())."
+                f"the run in {path} trained a network of your own, which only Python knows: give it to "
+                f"fedcog.load({str(path)!r}, model=YourNetwork()), or to fedcog.export likewise."
             )
-        model = build(name, tuple(checkpoint.about["input_shape"]), checkpoint.about["classes"], experiment.seed)
+        model = build(name, tuple(shape), classes, experiment.seed)
     known = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-    trained = {name for name, value in model.named_parameters() if value.requires_grad}
+    moved = {name for name, value in model.named_parameters() if value.requires_grad}
     if algorithm is None and (own := check_runnable(experiment)):
-        raise RecordError(f"{own[0].partition(':')[0]}: load({str(path)!r}, algorithm=...) needs it to tell the model.")
+        raise RecordError(
+            f"{own[0].partition(':')[0]}: fedcog.load({str(path)!r}, algorithm=...) needs it to tell the model, and so "
+            "does fedcog.export."
+        )
     weights = (algorithm or experiment.algorithm).server_model(checkpoint.server)
-    if not trained <= weights.keys() <= known:
+    if not moved <= weights.keys() <= known:
         raise RecordError(f"the network given is not the one the run in {path} trained: its parameters differ in name.")
     model = model.to(torch.float64 if experiment.precision == "float64" else torch.float32)
     places = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -254,7 +269,7 @@ def load(path: str | Path, model: nn.Module | None = None, algorithm: Algorithm 
             raise RecordError(f"the network given is not the one the run in {path} trained: '{name}' differs in shape.")
         with torch.no_grad():
             places[name].copy_(value)
-    return model.eval()
+    return model.eval(), checkpoint
 
 
 def read(path: str | Path) -> Run:

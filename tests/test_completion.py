@@ -16,7 +16,7 @@ CASES = {
     "fedcog data get digits --d": "--data-dir",
     "fedcog deploy in": "init",
     "fedcog run --resu": "--resume",
-    "fedcog run --partition ": "dirichlet given iid label-skew natural quantity",
+    "fedcog run --partition ": "dirichlet given iid label-quantity label-skew natural quantity",
     "fedcog run mine.toml --rounds 3 --algorithm ditt": "ditto",
     "fedcog compare --algorithms ": " ".join(sorted(ALGORITHMS)),
     "fedcog run --fedcog.lambda-d": "--fedcog.lambda-dis",

@@ -306,6 +306,8 @@ def test_a_little_client_that_alone_has_a_number_counts() -> None:
 
 def test_a_run_of_unequal_devices_resumes_bit_for_bit(tmp_path: Path) -> None:
     straight = fedcog.run(experiment(), tmp_path / "straight")
+    page = (tmp_path / "straight/report.html").read_text()
+    assert "What one client generated in round 3" in page, "phones, who come first, generate nothing"
     fedcog.run(experiment(rounds=2), tmp_path / "halted")
     resumed = fedcog.run(experiment(), tmp_path / "halted", resume=True)
     assert [line["accuracy"] for line in resumed.lines] == [line["accuracy"] for line in straight.lines]

@@ -53,7 +53,7 @@ def _pictures(run: Run, round: int, shown: dict[str, Tensor]) -> str:
         rows.append(_row("real", ' class="real"', pictures, names))
         real = f"The last row holds real pictures of {'the first label' if several else 'the same classes'}."
     client = next((line["clients"][0] for line in run.lines if line["round"] == round and line.get("clients")), None)
-    maker = "one client" if client is None else f"client {client}"
+    maker = "one client" if client is None or run.experiment.devices else f"client {client}"  # the first may be silent
     head = "".join(f'<th scope="col">{text(name)}</th>' for name in names)
     caption = (
         f"What {maker} generated in round {round} ({readings.name(run)}, seed {run.experiment.seed}): from noise, "

@@ -113,8 +113,8 @@ class Link:
             )
             time.sleep(0.25)
 
-    def wait_for_rounds(self, count: int, seconds: float = 300, out: Path | None = None) -> None:
-        """Wait until so many rounds are recorded."""
+    def wait_for_rounds(self, count: int, seconds: float = 600, out: Path | None = None) -> None:
+        """Wait until so many rounds are recorded. A node that could not connect at once tries again after minutes."""
         self.wait(lambda: len(self.lines(out)) >= count, seconds, f"round {count}")
 
 

@@ -25,24 +25,17 @@ def held(module: nn.Module, head: str, input_shape: tuple[int, ...], width: floa
     Of every layer but the head it has the first channels, rounded up. What then goes into a layer is found by sending
     ones through the network, each layer putting out 1 in channels that are there and 0 in others.
     """
-    some = next(module.parameters())
+    some, last = next(module.parameters()), f"{head}." if head else ""
     for filled in (0.0, 1.0):  # first as if nothing were there at all: nothing must come of it
         masks = Masks()
         probe = copy.deepcopy(module).eval()
         for name, layer in probe.named_modules():
             name = f"{name}." if name else ""
             own = {key for key, _ in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False))}
-            if (
-                isinstance(layer, nn.Linear | _ConvNd)
-                and own <= {"weight", "bias"}
-                and not getattr(layer, "transposed", 0)
-            ):
-                kept = (
-                    layer.weight.shape[0]
-                    if name == (f"{head}." if head else "")
-                    else math.ceil(width * layer.weight.shape[0])
-                )
-                layer.register_forward_hook(_cut(name, kept, masks, filled))
+            plain = isinstance(layer, nn.Linear | _ConvNd) and not getattr(layer, "transposed", False)
+            if plain and own <= {"weight", "bias"}:
+                share = 1 if name == last else width
+                layer.register_forward_hook(_cut(name, share, masks, filled))
             elif isinstance(layer, _BatchNorm):
                 layer.register_forward_hook(_passed(name, masks, filled))
             elif own or isinstance(layer, MIXING):
@@ -63,18 +56,17 @@ def _check(module: nn.Module, input_shape: tuple[int, ...], masks: Masks) -> Non
     probe, draw = copy.deepcopy(module).eval(), torch.Generator().manual_seed(0)
     some = next(probe.parameters())
 
-    def numbers(shape: tuple[int, ...] | torch.Size) -> Tensor:
-        return torch.randn(shape, generator=draw).to(some)
+    def numbers(like: Tensor) -> Tensor:  # so that what comes of a layer is about as large as what goes into it
+        return torch.randn(like.shape, generator=draw).to(some) / math.sqrt(like[0].numel())
 
-    inputs, outputs = 3 * numbers((8, *input_shape)), list[Tensor]()
-    weights = {name: numbers(mask.shape) * mask for name, mask in masks.items() if "running" not in name}
+    inputs, outputs = 3 * torch.randn(8, *input_shape, generator=draw).to(some), list[Tensor]()
+    weights = {name: numbers(value) for name, value in probe.named_parameters()}
     for filled in (0.0, 1.0):
         with torch.no_grad():
             for name, value in probe.named_parameters():
                 there = masks[name]
-                rows = there.flatten(1).amax(1) if there.dim() > 1 else there  # channels that are put out
-                rest = (1 - there) * rows.reshape(-1, *[1] * (there.dim() - 1)) if there.dim() > 1 else 0 * there
-                value.copy_(weights[name] + filled * rest * numbers(value.shape))
+                rows = there.flatten(1).amax(1).reshape(-1, *[1] * (there.dim() - 1)) if there.dim() > 1 else there
+                value.copy_(weights[name] * torch.where(there > 0, there, filled * rows))  # rows: what is put out
             outputs.append(probe(inputs))
     empty = [name for name, mask in masks.items() if mask.dim() > 1 and not bool(mask.any())]
     if empty or not torch.allclose(outputs[0], outputs[1], rtol=1e-3, atol=1e-4):
@@ -84,13 +76,13 @@ def _check(module: nn.Module, input_shape: tuple[int, ...], masks: Masks) -> Non
         )
 
 
-def _cut(name: str, kept: int, masks: Masks, filled: float) -> Callable[..., Tensor]:
-    """A hook on a layer of weights: notes what is there of it, and puts out ones in its first channels."""
+def _cut(name: str, share: float, masks: Masks, filled: float) -> Callable[..., Tensor]:
+    """A hook on a layer of weights: notes what is there of it, and puts out ones in that share of its channels."""
 
     def hook(layer: Any, inputs: tuple[Tensor], output: Tensor) -> Tensor:
         weight, axis = layer.weight, -1 if isinstance(layer, nn.Linear) else 1
         there = _there(name, inputs[0], axis, filled)
-        out = (torch.arange(len(weight), device=weight.device) < kept).to(weight.dtype)
+        out = (torch.arange(len(weight), device=weight.device) < math.ceil(share * len(weight))).to(weight.dtype)
         groups = getattr(layer, "groups", 1)
         fed = there.to(weight.dtype).reshape(groups, -1).repeat_interleave(len(weight) // groups, 0)
         inside = (out[:, None] * fed).reshape(*weight.shape[:2], *[1] * (weight.dim() - 2))

@@ -123,6 +123,16 @@ def test_masked_sums_do_as_well() -> None:
         assert torch.equal(other[name][mask == 0], small.server["params"][name][mask == 0])
 
 
+def test_a_cut_resnet_has_the_numbers_of_a_narrow_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By count, and by the shape of every block that is there."""
+    wide = Model(build("resnet18", (3, 32, 32), 7, 0), (3, 32, 32), 7)
+    monkeypatch.setattr("fedcog.resnet.WIDTHS", (32, 64, 128, 256))
+    narrow = build("resnet18", (3, 32, 32), 7, 0)
+    for name, value in narrow.named_parameters():
+        mask = wide.held(0.5)[name]
+        assert bool((prefix(mask, value.shape) == 1).all()) and int(mask.sum()) == value.numel(), name
+
+
 @pytest.mark.parametrize("inner", [SCAFFOLD(), FedDyn(), FedGen(), VHL(), FedCOG(VHL())])
 def test_what_keeps_more_by_number_than_its_change_is_refused(inner: Algorithm) -> None:
     with pytest.raises(ConfigError, match="heterofl goes around algorithms whose clients send changes"):

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fedcog.algorithms import FedAvg
 from fedcog.experiments.pretrained import pretrained
 from fedcog.models import Model, ModelError, build
-from fedcog.testing import CLASSES, Small, images, worst
+from fedcog.testing import CLASSES, Small, images, several, worst
 from tests.user_models import USER_MODELS
 
 
@@ -336,3 +336,16 @@ def test_resnet18_trains_together_as_alone_and_its_statistics_travel(name: str) 
     after = runs[0].server["buffers"]
     assert len(after) == (40 if name == "resnet18" else 0)
     assert all(not torch.equal(value, before[key]) for key, value in after.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["resnet18", "resnet18-gn"])
+def test_resnet18_of_several_labels_is_recorded_by_a_gpu(name: str) -> None:
+    data = several(train=24, test=4, shape=(3, 16, 16))
+    network = build(name, (3, 16, 16), CLASSES, seed=0)
+    here, there = (
+        Small(FedAvg(), how, dataset=data, module=network, sizes=(14, 10), steps=2, rounds=2, batch=4, device=where)
+        for how, where in (("loop", "cpu"), ("graph", "cuda"))
+    )
+    assert worst(here.everything(), {key: value.cpu() for key, value in there.everything().items()}) < 1e-5

@@ -86,17 +86,21 @@ class Layout:
     def traced(self) -> "tuple[torch.fx.GraphModule, list[FakeTensor]]":
         """The same as a graph of plain operators, mapping and differentiation done with, and stand-ins for its tensors.
 
-        Nothing is computed.
+        Nothing is computed. Nothing is written in place, either, but the state at the end: networks and torch's own
+        rules do so with what they need no more, and a compiler moves such writes as if nobody looked.
         """
         from torch._inductor import lowering  # noqa: F401  (the table needs it, and does not load it)
         from torch._inductor.decomposition import select_decomp_table
         from torch._subclasses import FakeTensorMode
+        from torch.func import functionalize
         from torch.fx.experimental.proxy_tensor import make_fx
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
         fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         stand_ins = [fake.from_tensor(value, static_shapes=True) for value in self.tensors]
-        return make_fx(self.write, select_decomp_table())(*stand_ins), stand_ins
+        table = select_decomp_table()
+        graph = make_fx(self.write, table)(*stand_ins)
+        return make_fx(functionalize(graph), table)(*stand_ins), stand_ins  # custom rules of gradients are gone by now
 
     def reset(self) -> None:
         """Put the state back as it was given: it may hold a place in a plan, which must not run over its end."""

@@ -1,19 +1,20 @@
 """Recorded steps: what is traced of a round does what the round does; a GPU plays it back."""
 
 import dataclasses
+import shutil
 import warnings
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fedcog import generators
+from fedcog import generators, tree
 from fedcog.algorithms import MOON, SCAFFOLD, Algorithm, Batch, FedAvg, FedCOG, FedProx, Site
 from fedcog.federation import graphs
 from fedcog.optimiser import Optimiser
-from fedcog.testing import Small, worst
+from fedcog.testing import Small, several, worst
 from fedcog.tree import Params, State
 from tests.user_models import USER_MODELS, own_generator
 
@@ -43,6 +44,7 @@ CASES: dict[str, tuple[Algorithm, dict[str, Any]]] = {
         {"module": USER_MODELS["batch-norm"](), "generator": generators.usable(own_generator(), 5, (1, 8, 8))},
     ),
     "clipped": (dataclasses.replace(COG, inner=MOON()), {"clip": 1.0}),
+    "several labels": (dataclasses.replace(COG, inner=MOON()), {"dataset": several()}),
 }
 
 
@@ -53,6 +55,46 @@ def test_what_is_traced_does_what_the_round_does(name: str) -> None:
     traced.backend.cohort._repeat = Traced().repeat
     with torch.no_grad():
         assert worst(plain.everything(), traced.everything()) < 1e-12
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_traced_writes_over_the_state_alone(name: str) -> None:
+    """A compiler takes it that nothing else is written in place, and says nothing if something is."""
+    algorithm, settings = CASES[name]
+    small, seen = Small(algorithm, "vmap", rounds=1, **settings), list[torch.fx.GraphModule]()
+
+    def repeat(step: graphs.Step, key: Hashable, state: State, fixed: State, times: int) -> State:
+        seen.append(graphs.Layout(step, state, fixed).traced()[0])
+        return graphs.in_turn(step, key, state, fixed, times)
+
+    small.backend.cohort._repeat = repeat
+    small.everything()
+    for graph in seen:
+        writes = [node for node in graph.graph.nodes if getattr(node.target, "_schema", None)]
+        writes = [node for node in writes if node.target._schema.is_mutable]
+        assert writes and all(node.target is torch.ops.aten.copy_.default for node in writes)
+        assert all(node.args[0].op == "placeholder" for node in writes)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler needs g++ on a CPU")
+def test_what_is_compiled_does_what_the_round_does() -> None:
+    """Of several labels, whose loss torch differentiates in place."""
+    plain, compiled = (Small(FedAvg(), "vmap", dataset=several(), rounds=2) for _ in range(2))
+    made: list[tuple[graphs.Layout, Callable[..., object]]] = []
+
+    def repeat(step: graphs.Step, key: Hashable, state: State, fixed: State, times: int) -> State:
+        if not made:
+            layout = graphs.Layout(step, state, fixed)
+            made.append((layout, graphs.fused(layout)))
+        layout, run = made[0]
+        layout.fill(state, fixed)
+        for _ in range(times):
+            run(*layout.tensors)
+        return tree.apply(torch.clone, layout.state)
+
+    compiled.backend.cohort._repeat = repeat
+    with torch.no_grad():
+        assert worst(plain.everything(), compiled.everything()) < 1e-12
 
 
 def test_a_step_is_laid_out_and_put_back() -> None:

@@ -7,6 +7,7 @@ rounds.jsonl             one line a round
 exhibits/NNNNN.safetensors   what a report shows of round NNNNN (generated inputs)
 diverged.txt             why training ended early, if it left the numbers
 checkpoint.safetensors   the server's and every client's state after the last checkpointed round
+tracking.json            what trackers call the run, and the last round that each was told
 report.html              the run to look at
 model.*                  the global model, if it was exported
 """
@@ -104,11 +105,7 @@ class RunDirectory:
 
     def provenance(self) -> dict[str, Any]:
         """Where the run came from; empty where nobody wrote it down."""
-        try:
-            found = json.loads((self.path / "provenance.json").read_text())
-        except (OSError, ValueError, RecursionError):
-            return {}
-        return found if isinstance(found, dict) else {}
+        return self._table("provenance.json")
 
     def fail(self, reason: str) -> None:
         """Say why training ended early."""
@@ -214,6 +211,19 @@ class RunDirectory:
         """The names of all exhibits, in order of their rounds."""
         return sorted(f"exhibits/{file.name}" for file in (self.path / "exhibits").glob("*.safetensors"))
 
+    def exhibit(self, round: int) -> Params | None:
+        """What a report shows of a round; None where there is nothing."""
+        name = f"exhibits/{round:05d}.safetensors"
+        return self.tensors(name)[0] if (self.path / name).exists() else None
+
+    def save_tracking(self, known: dict[str, Any]) -> None:
+        """Write down what trackers know of this run."""
+        self._write("tracking.json", json.dumps(known, indent=1, sort_keys=True).encode())
+
+    def tracking(self) -> dict[str, Any]:
+        """What trackers know of this run; nothing where it was never written down."""
+        return self._table("tracking.json")
+
     def save_report(self, html: str) -> Path:
         """Write the page to look at."""
         self._write("report.html", html.encode())
@@ -232,6 +242,14 @@ class RunDirectory:
                 f"cannot read {self.path / name}: {error}. The file is damaged: delete {self.path} to start this run "
                 "anew, or choose another --out."
             ) from error
+
+    def _table(self, name: str) -> dict[str, Any]:
+        """What a small file of JSON says; nothing where it is not there, or damaged."""
+        try:
+            found = json.loads((self.path / name).read_text())
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def _tensors(self, name: str, tensors: Params, about: dict[str, Any]) -> None:
         self._write(name, packed(tensors, about))

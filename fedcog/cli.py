@@ -4,8 +4,10 @@ import argparse
 import contextlib
 import os
 import shlex
+import signal
 import sys
 import warnings
+import webbrowser
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,9 @@ from fedcog.task import task_of
 
 LEFT = 3
 """The exit code of a queue whose time is over before its work."""
+
+PORT = 8080
+"""Where a page about runs is served."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -199,6 +204,24 @@ def _report(options: argparse.Namespace, rest: list[str]) -> int:
         record.write_file(Path(options.table), summary.markdown(runs).encode())
     console.results(runs, options.style)
     console.say(f"report: {out}", options.style)
+    return 0
+
+
+def _watch(options: argparse.Namespace, rest: list[str]) -> int:
+    _nothing_else(rest)
+    if not 0 <= options.port < 2**16:
+        raise ConfigError([f"port needs a number from 0 (any that is free) to 65535, not {options.port}."])
+    from fedcog.experiments.watch import Server  # draws: loads matplotlib
+
+    server = Server(options.directories, options.port)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        console.say(f"watching {', '.join(options.directories)} at {server.url} (Ctrl-C stops)", options.style)
+        if options.open:
+            webbrowser.open(server.url)
+        server.serve()
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
 
 
@@ -454,6 +477,13 @@ def _parser(algorithms: Mapping[str, type[Algorithm]]) -> argparse.ArgumentParse
     look.add_argument("--out", metavar="FILE", help="the page (default: report.html in DIR)")
     look.add_argument("--table", metavar="FILE.md", help="the results as a Markdown table, too")
     look.add_argument("--target", type=float, metavar="ACCURACY", help="accuracy to count rounds to, such as 0.6")
+
+    live = _command_parser(commands, "watch", _watch, "serve a page, to this machine alone, that shows runs as they go")
+    live.add_argument(
+        "directories", nargs="*", default=["runs"], metavar="DIR", help="folders with runs (default: runs)"
+    )
+    live.add_argument("--port", type=int, default=PORT, metavar="N", help=f"default: {PORT}; 0: any that is free")
+    live.add_argument("--open", action="store_true", help="open it in a browser")
 
     away = _command_parser(commands, "export", _export, "write a run's global model to a file, for use elsewhere")
     away.add_argument("run", metavar="RUN", help="the run's directory")

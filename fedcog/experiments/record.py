@@ -17,6 +17,7 @@ import fcntl
 import json
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from fedcog.task import SCORES
 from fedcog.tree import Params, State
 
 FORMAT = 1
+TRIES = 4  # to have a directory for oneself
 
 
 class RecordError(Exception):
@@ -73,13 +75,28 @@ class RunDirectory:
                 f"cannot write to {self.path}: {error.strerror or error}. Choose another --out."
             ) from error
         with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise Busy(
-                    f"another run is writing to {self.path} right now: wait for it, or choose another --out."
-                ) from None
+            for left in reversed(range(TRIES)):
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except OSError:
+                    if not left:
+                        raise Busy(
+                            f"another run is writing to {self.path} right now: wait for it, or choose another --out."
+                        ) from None
+                time.sleep(0.05)  # somebody may only have asked whether it is busy
             yield
+
+    def busy(self) -> bool:
+        """Is a run writing here right now? To ask changes nothing, and keeps nobody from writing."""
+        try:
+            with open(self.path / ".lock", "rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
 
     def exists(self) -> bool:
         """Does a run live here?"""

@@ -33,7 +33,7 @@ from fedcog.task import SCORES
 from fedcog.tree import Params, State
 
 FORMAT = 1
-TRIES = 4  # to have a directory for oneself
+TRIES = 6  # to have a directory for oneself
 
 
 class RecordError(Exception):

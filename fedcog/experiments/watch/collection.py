@@ -1,6 +1,7 @@
 """All runs below some folders, found again and again, and what a page shows of them."""
 
 import os
+import secrets
 import threading
 import time
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ class Collection:
         self.roots = list(roots)
         self.runs: dict[Path, Followed] = {}
         self.more = 0
+        self._name = secrets.token_hex(8)  # a page whose server is another now begins anew
         self._numbers: dict[Path, int] = {}
         self._lock = threading.Lock()
         self._looked = self._searched = -1e9
@@ -102,6 +104,7 @@ class Collection:
         scored = [[run for run in each.runs if run.scores or run.diverged] for each in groups]
         rows = [(n, row(Group(groups[n].label, own))) for n, own in enumerate(scored) if own]
         return {
+            "server": self._name,
             "where": [printable(str(root)) for root in self.roots],
             "more": self.more,
             "runs": [self._told(path, one, place.get(path)) for path, one in self.runs.items()],
@@ -133,4 +136,6 @@ def below(root: Path) -> list[Path]:
             found.append(Path(folder))
             inner.clear()
         inner[:] = sorted(name for name in inner if not name.startswith("."))
+        linked = [place for name in inner if (place := Path(folder, name)).is_symlink()]  # not looked into any deeper
+        found += [place for place in linked if (place / "experiment.toml").is_file()]
     return found

@@ -8,7 +8,8 @@ const $ = id => document.getElementById(id);
 const known = new Map(); // by a run's number: what is told of it, and its rounds
 const ticked = new Map(); // by a run's number: whether somebody wants it drawn
 const pictures = new Map(); // by address: what was generated
-let page = null, chosen = null, seen = "", curves = 0, drawn = "";
+const rows = new Map(); // by a run's number: its row in the list
+let page = null, server = null, chosen = null, seen = "", curves = 0, drawn = "";
 
 function make(name, values = {}, ...inner) {
   const element = document.createElement(name);
@@ -58,6 +59,17 @@ async function poll() {
 }
 
 function take() {
+  if (page.server !== server) { // its numbers are not those of before
+    server = page.server;
+    known.clear();
+    ticked.clear();
+    pictures.clear();
+    chosen = null;
+    for (const row of rows.values()) row.all.remove();
+    rows.clear();
+    $("partition").querySelector("img").removeAttribute("src");
+    delete $("generated").dataset.told;
+  }
   const there = new Set(page.runs.map(run => run.id));
   for (const id of known.keys()) if (!there.has(id)) known.delete(id);
   for (const run of page.runs) {
@@ -144,7 +156,6 @@ function lasting(seconds) {
 }
 
 // A row of the list is made once and then only changed, so that nobody loses the focus.
-const rows = new Map();
 function showRuns(runs) {
   for (const [id, row] of rows) if (!known.has(id)) { row.all.remove(); rows.delete(id); }
   runs.forEach((run, place) => {
@@ -166,7 +177,7 @@ function showRuns(runs) {
     }
     if ($("runs").children[place] !== row.all) $("runs").insertBefore(row.all, $("runs").children[place] || null);
     row.tick.checked = isDrawn(run);
-    row.all.className = run.id === chosen ? "chosen" : "";
+    row.all.className = `${run.state}${run.id === chosen ? " chosen" : ""}`;
     row.name.setAttribute("aria-pressed", String(run.id === chosen));
     row.badge.className = `badge ${run.state}`;
     row.badge.textContent = WORDS[run.state];

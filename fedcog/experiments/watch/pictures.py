@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from fedcog.experiments.record import RecordError
 from fedcog.experiments.report.markup import printable
@@ -86,5 +87,8 @@ def _generated(run: Followed, name: str) -> dict[str, Any] | None:
 
 
 def _strip(images: Tensor, png: Callable[[Tensor], bytes]) -> str:
-    """Pictures side by side, as one in the page."""
-    return "data:image/png;base64," + base64.b64encode(png(torch.cat(list(images), dim=2))).decode()
+    """Pictures side by side with nothing between them, as one in the page."""
+    colours = images[:, :3] if images.shape[1] >= 3 else images[:, :1].expand(-1, 3, -1, -1)
+    solid = torch.cat([colours, torch.full_like(colours[:, :1], 255)], dim=1)
+    apart = functional.pad(solid, (0, max(1, solid.shape[3] // 16)))
+    return "data:image/png;base64," + base64.b64encode(png(torch.cat(list(apart), dim=2))).decode()

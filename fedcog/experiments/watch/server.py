@@ -1,8 +1,11 @@
 """The server of the page: for this machine alone, to read alone, and with no way from a request to a file's name."""
 
+import contextlib
 import hashlib
 import json
 import re
+import socket
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from http import HTTPStatus
@@ -19,6 +22,7 @@ from fedcog.experiments.watch.pictures import Pictures
 HOST = "127.0.0.1"
 NAMES = {"127.0.0.1", "localhost"}
 """Who this server answers as: a page elsewhere that has its name point here would come under that name."""
+VISITORS = 200  # lines that are open at once
 PATIENCE = 20  # seconds that a request may take to come
 LOCKED = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 POLICY = f"{LOCKED}; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'"
@@ -37,6 +41,9 @@ class Answer(NamedTuple):
     kind: str
     status: HTTPStatus = HTTPStatus.OK
     policy: str = POLICY
+
+
+MISSING = Answer(b"there is no such page.\n", "text/plain; charset=utf-8", HTTPStatus.NOT_FOUND)
 
 
 class Server:
@@ -76,7 +83,7 @@ class Server:
             return _json(self.runs.page())
         found = re.fullmatch(r"/runs/(\d{1,9})/(curves\.json|partition\.svg|generated/(\d{1,9})\.json)", parts.path)
         if not found or not self.runs.knows(int(found[1])):
-            return Answer(b"there is no such page.\n", "text/plain; charset=utf-8", HTTPStatus.NOT_FOUND)
+            return MISSING
         run = self.runs.find(int(found[1]))
         if found[2] == "partition.svg":
             drawn = None if run is None else self.pictures.partition(run)
@@ -112,8 +119,35 @@ class _Quiet(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
 
+    def __init__(self, *place: Any) -> None:
+        self._open: set[Any] = set()
+        super().__init__(*place)
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Is there room for another?"""
+        return len(self._open) < VISITORS
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Remember it, until it is over."""
+        self._open.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Forget it."""
+        self._open.discard(request)
+        super().shutdown_request(request)
+
+    def server_close(self) -> None:
+        """Hang up on everybody: a page's line is kept open between its questions."""
+        super().server_close()
+        for request in list(self._open):
+            with contextlib.suppress(OSError):
+                request.shutdown(socket.SHUT_RDWR)
+
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing: a page that was closed is no fault, and others go on."""
+        """Tell of faults of our own; a page that was closed is none."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
 
 def _handler(answer: Callable[[str], Answer]) -> type[BaseHTTPRequestHandler]:
@@ -127,8 +161,12 @@ def _handler(answer: Callable[[str], Answer]) -> type[BaseHTTPRequestHandler]:
             if re.sub(r":\d{1,5}$", "", host) not in NAMES:
                 words = b"this server answers as 127.0.0.1 or localhost alone.\n"
                 self._send(Answer(words, "text/plain; charset=utf-8", HTTPStatus.MISDIRECTED_REQUEST))
-            else:
-                self._send(answer(self.path))
+                return
+            try:
+                found = answer(self.path)
+            except ValueError:  # an address that is none
+                found = MISSING
+            self._send(found)
 
         do_HEAD = do_GET
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from fedcog import Experiment, FedAvg, FedCOG
 from fedcog.cli import main
 from fedcog.experiments.record import RunDirectory
 from fedcog.experiments.track import TrackWarning, tracking
+from fedcog.experiments.track.offline import last_step
 from fedcog.experiments.track.values import settings, sheet, values
 
 pytestmark = pytest.mark.xdist_group("track")  # one process makes MLflow's tables, which takes seconds
@@ -30,13 +32,10 @@ pytestmark = pytest.mark.xdist_group("track")  # one process makes MLflow's tabl
 QUICK: dict[str, Any] = {"dataset": "digits", "partition": "label-skew", "clients": 5, "local_steps": 2, "lr": 0.05}
 QUICK |= {"batch_size": 8, "threads": 1, "mapping": "vmap", "rounds": 4}
 COG = FedCOG(FedAvg(), start_round=2, count=8, steps=4)
+ROOT = Path(__file__).parents[2]
 ALL = ["tensorboard", "mlflow", "wandb"]
 SERVER = "import sys; from mlflow.server import app; from werkzeug.serving import run_simple as run; "
 SERVER += "run('127.0.0.1', int(sys.argv[1]), app)"
-
-
-class Stop(Exception):
-    """An end without warning."""
 
 
 @pytest.fixture(scope="module")
@@ -197,14 +196,16 @@ def test_every_tracker_has_rounds_settings_and_pictures_and_the_run_is_the_same(
 
 def test_a_run_that_was_killed_goes_on_with_no_step_twice_and_none_missing(tmp_path: Path, empty_store: Path) -> None:
     experiment, out = Experiment(**QUICK | {"rounds": 7, "checkpoint_every": 3}), tmp_path / "a"
-
-    def stop(_: Experiment, line: dict[str, Any]) -> None:
-        if line["round"] == 5:
-            raise Stop
-
-    with pytest.raises(Stop):
-        fedcog.run(experiment, out, track=ALL, watch=stop, report=False)
-    assert ledger()[0].info.status == "KILLED"
+    code = (
+        "import os, signal, sys, fedcog; settings = fedcog.Experiment(**eval(sys.argv[1]));"
+        "kill = lambda _, line: line['round'] == 5 and os.kill(os.getpid(), signal.SIGKILL);"
+        "fedcog.run(settings, sys.argv[2], track=sys.argv[3:], watch=kill, report=False)"
+    )
+    words = [sys.executable, "-c", code, repr(QUICK | {"rounds": 7, "checkpoint_every": 3}), str(out), *ALL]
+    done = subprocess.run(
+        words, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
     known = RunDirectory(out).tracking()
     assert {one["told"] for one in known.values()} == {5}, "two rounds more than the checkpoint has"
     for name in ("tensorboard", "mlflow"):  # as if the end had come between telling and noting it
@@ -217,6 +218,21 @@ def test_a_run_that_was_killed_goes_on_with_no_step_twice_and_none_missing(tmp_p
     steps, others = offline(out)
     assert [(step["_step"], step["loss"]) for step in steps] == scores(run)
     assert len({one.run.run_id for one in others if one.WhichOneof("record_type") == "run"}) == 1
+
+
+def test_what_offline_files_have_is_counted_up_to_where_they_are_torn(tmp_path: Path) -> None:
+    with wandb.init(project="x", id="mine", dir=tmp_path, mode="offline", settings=wandb.Settings(silent=True)) as here:
+        for step in range(1, 301):
+            here.log({f"value {number}": step for number in range(20)}, step=step)
+    assert last_step(tmp_path / "wandb", "mine") == 300 and last_step(tmp_path / "wandb", "other") == 0
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    whole = file.read_bytes()
+    assert len(whole) > 3 * 32768
+    seen = []
+    for size in (len(whole) // 2, len(whole) // 3, 32768, 10, 7, 3, 0):
+        file.write_bytes(whole[:size])
+        seen.append(last_step(tmp_path / "wandb", "mine"))
+    assert 100 < seen[0] < 200 and seen == sorted(seen, reverse=True) and seen[-4:] == [0] * 4
 
 
 def test_who_follows_late_is_told_from_the_beginning(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import wandb
 from torch import Tensor
 
 from fedcog.experiments.config import Experiment
+from fedcog.experiments.track.offline import last_step
 from fedcog.experiments.track.tracking import End, TrackWarning
 from fedcog.experiments.track.values import settings
 
@@ -25,8 +26,7 @@ class WandB:
     """
 
     def __init__(self, path: Path, experiment: Experiment, run: str, told: int) -> None:
-        self.run, self.told = run or secrets.token_hex(8), told if run else 0
-        offline = _unknown_here()
+        self.run, offline = run or secrets.token_hex(8), _unknown_here()
         self.here = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or PROJECT,
             id=self.run,
@@ -36,8 +36,11 @@ class WandB:
             resume="allow",
             reinit="create_new",  # a comparison's seeds may go side by side
             mode="offline" if offline else None,
-            settings=wandb.Settings(silent=True, console="off", disable_git=True, save_code=False),
+            settings=wandb.Settings(silent=True, console="off", disable_git=True, save_code=False, **_promptly()),
         )
+        # What was told is not yet kept: a run that is killed takes the last seconds of W&B's memory with it.
+        kept = last_step(path / "wandb", self.run) if self.here.offline else self.here.starting_step - 1
+        self.told = max(0, min(told, kept)) if run else 0
         if offline:
             warnings.warn(
                 f"nobody is logged in to Weights & Biases: the run is kept in {path / 'wandb'}, to be sent with "
@@ -56,6 +59,12 @@ class WandB:
     def close(self, end: End) -> None:
         """Finish it: as failed, if training diverged."""
         self.here.finish(exit_code=1 if end == "diverged" else 0)
+
+
+def _promptly() -> dict[str, Any]:
+    """The setting, in versions that have it, by which files are written every second."""
+    name = "x_transaction_log_flush_interval"
+    return {name: 1.0} if name in wandb.Settings.model_fields else {}
 
 
 def _unknown_here() -> bool:

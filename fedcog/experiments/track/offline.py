@@ -1,4 +1,4 @@
-"""What W&B's offline files have of a run: blocks of records in LevelDB's log format, the last of which may be torn."""
+"""What W&B's own files have of a run: blocks of records in LevelDB's log format, the last of which may be torn."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ def last_step(folder: Path, run: str) -> int:
     from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
     found = 0
-    for path in sorted(folder.glob(f"offline-run-*-{run}/run-{run}.wandb")):
+    for path in sorted(folder.glob(f"*run-*-{run}/run-{run}.wandb")):
         with open(path, "rb") as file:
             for content in records(file):
                 history = Record.FromString(content).history

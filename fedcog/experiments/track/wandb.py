@@ -40,7 +40,7 @@ class WandB:
         )
         # What was told is not yet kept: a run that is killed takes the last seconds of W&B's memory with it.
         kept = last_step(path / "wandb", self.run) if self.here.offline else self.here.starting_step - 1
-        self.told = max(0, min(told, kept)) if run else 0
+        self.told = max(0, kept) if run else 0
         if offline:
             warnings.warn(
                 f"nobody is logged in to Weights & Biases: the run is kept in {path / 'wandb'}, to be sent with "

@@ -38,7 +38,7 @@ SERVER = "import sys; from mlflow.server import app; from werkzeug.serving impor
 SERVER += "run('127.0.0.1', int(sys.argv[1]), app)"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """MLflow's tables, with nothing in them."""
     from mlflow import MlflowClient

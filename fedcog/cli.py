@@ -4,8 +4,10 @@ import argparse
 import contextlib
 import os
 import shlex
+import signal
 import sys
 import warnings
+import webbrowser
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from fedcog import completion, console, flags, settings
 from fedcog.algorithms import ALGORITHMS, Algorithm
 from fedcog.data import SOURCES, DataError, PartitionError, sources
 from fedcog.data.datasets import DataWarning
-from fedcog.experiments import deploy, doctor, paper, plan, record, reproduce, smoke, summary, theory
+from fedcog.experiments import deploy, doctor, paper, plan, record, reproduce, smoke, summary, theory, track
 from fedcog.experiments.catalogue import catalogue, markdown
 from fedcog.experiments.compare import compare, places
 from fedcog.experiments.config import Experiment, name_of, read_experiment
@@ -39,6 +41,9 @@ from fedcog.task import task_of
 
 LEFT = 3
 """The exit code of a queue whose time is over before its work."""
+
+PORT = 8080
+"""Where a page about runs is served."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,7 +88,7 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
         there = recorded.to_dict()
         faults += [f"--resume continues the run in {options.resume}: leave --out out."] if options.out else []
         values = flags.merge(there, values)
-    experiment = _ready(values, faults, options.known)
+    experiment, trackers = _ready(values, faults, options.known), track.chosen(options.track)
     out = Path(options.resume or options.out or default_out(experiment))
     if ranks.follows():
         with contextlib.suppress(Diverged, Interrupted):
@@ -91,7 +96,8 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
         return 0
     with console.Progress(experiment.rounds, _recorded(out), options.style) as progress:
         console.experiment(experiment, out, options.style)
-        with _onward(f"fedcog run --resume {shlex.quote(str(out))}"):
+        again = ["fedcog", "run", "--resume", str(out), *(word for name in trackers for word in ("--track", name))]
+        with _onward(shlex.join(again)), _trackers_heard():
             done = run(
                 experiment,
                 out,
@@ -99,6 +105,7 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
                 watch=progress.advance,
                 stopping=progress.stopping,
                 command=_command(options),
+                track=trackers,
             )
     console.results([done], options.style)
     console.say(f"report: {out / 'report.html'}", options.style)
@@ -124,6 +131,7 @@ def _compare(options: argparse.Namespace, rest: list[str]) -> int:
         unready = check_ready(experiments[0])
     if faults or unready:
         raise ConfigError(faults + unready)
+    trackers = track.chosen(options.track)
     _prepare(experiments[0])
     out = Path(options.out or Path("runs") / f"compare-{experiments[0].dataset}")
     planned = places(out, experiments, seeds)
@@ -132,9 +140,16 @@ def _compare(options: argparse.Namespace, rest: list[str]) -> int:
         console.comparison(experiments, seeds, out, options.style)
         with _onward(_command(options)), warnings.catch_warnings(action="ignore"):  # those that diverge are told below
             warnings.simplefilter("default", DataWarning)
-            runs = compare(
-                experiments, seeds, out, watch=progress.advance, stopping=progress.stopping, command=_command(options)
-            )
+            with _trackers_heard():
+                runs = compare(
+                    experiments,
+                    seeds,
+                    out,
+                    watch=progress.advance,
+                    stopping=progress.stopping,
+                    command=_command(options),
+                    track=trackers,
+                )
     console.results(runs, options.style)
     console.say(f"report: {out / 'report.html'}", options.style)
     lost = [one for one in runs if one.diverged]
@@ -156,6 +171,23 @@ def _onward(command: str) -> Iterator[None]:
         raise Interrupted(f"{str(stop) or 'stopped at once'}; continue with: {command}") from None
 
 
+@contextlib.contextmanager
+def _trackers_heard() -> Iterator[None]:
+    """Within it, what is warned of a tracker is told like all else."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", track.TrackWarning)
+        before = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if issubclass(category, track.TrackWarning):
+                console.note(str(message))
+            else:
+                before(message, category, *where, **more)
+
+        warnings.showwarning = show
+        yield
+
+
 def _report(options: argparse.Namespace, rest: list[str]) -> int:
     _nothing_else(rest)
     from fedcog.experiments.report import page  # draws: loads matplotlib
@@ -172,6 +204,24 @@ def _report(options: argparse.Namespace, rest: list[str]) -> int:
         record.write_file(Path(options.table), summary.markdown(runs).encode())
     console.results(runs, options.style)
     console.say(f"report: {out}", options.style)
+    return 0
+
+
+def _watch(options: argparse.Namespace, rest: list[str]) -> int:
+    _nothing_else(rest)
+    if not 0 <= options.port < 2**16:
+        raise ConfigError([f"port needs a number from 0 (any that is free) to 65535, not {options.port}."])
+    from fedcog.experiments.watch import Server  # draws: loads matplotlib
+
+    server = Server(options.directories, options.port)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        console.say(f"watching {', '.join(options.directories)} at {server.url} (Ctrl-C stops)", options.style)
+        if options.open:
+            webbrowser.open(server.url)
+        server.serve()
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
 
 
@@ -412,12 +462,14 @@ def _parser(algorithms: Mapping[str, type[Algorithm]]) -> argparse.ArgumentParse
     one = _command_parser(commands, "run", _run, "run one experiment, or continue one", "[FILE.toml]")
     one.add_argument("--resume", metavar="DIR", help="continue the run in DIR")
     one.add_argument("--out", metavar="DIR", help="where the run goes (default: runs/DATASET-ALGORITHM-SEED)")
+    _add_track(one)
     flags.add_experiment(one, algorithms)
 
     several = _command_parser(commands, "compare", _compare, "run several algorithms over several seeds", "[FILE.toml]")
     several.add_argument("--algorithms", nargs="+", metavar="NAME", help="such as: fedavg fedprox fedprox+fedcog")
     several.add_argument("--seeds", nargs="+", metavar="SEED", default=["0", "1", "2"], help="default: 0 1 2")
     several.add_argument("--out", metavar="DIR", help="where the runs go (default: runs/compare-DATASET)")
+    _add_track(several)
     flags.add_experiment(several, algorithms)
 
     look = _command_parser(commands, "report", _report, "make one page of the runs in some directories")
@@ -425,6 +477,13 @@ def _parser(algorithms: Mapping[str, type[Algorithm]]) -> argparse.ArgumentParse
     look.add_argument("--out", metavar="FILE", help="the page (default: report.html in DIR)")
     look.add_argument("--table", metavar="FILE.md", help="the results as a Markdown table, too")
     look.add_argument("--target", type=float, metavar="ACCURACY", help="accuracy to count rounds to, such as 0.6")
+
+    live = _command_parser(commands, "watch", _watch, "serve a page, to this machine alone, that shows runs as they go")
+    live.add_argument(
+        "directories", nargs="*", default=["runs"], metavar="DIR", help="folders with runs (default: runs)"
+    )
+    live.add_argument("--port", type=int, default=PORT, metavar="N", help=f"default: {PORT}; 0: any that is free")
+    live.add_argument("--open", action="store_true", help="open it in a browser")
 
     away = _command_parser(commands, "export", _export, "write a run's global model to a file, for use elsewhere")
     away.add_argument("run", metavar="RUN", help="the run's directory")
@@ -512,6 +571,12 @@ def _parser(algorithms: Mapping[str, type[Algorithm]]) -> argparse.ArgumentParse
     shells.add_argument("shell", choices=list(completion.SCRIPTS), metavar="SHELL", help=", ".join(completion.SCRIPTS))
     shells.set_defaults(call=_completion)
     return parser
+
+
+def _add_track(parser: argparse.ArgumentParser) -> None:
+    kinds = list(track.TRACKERS)
+    words = f"follow it live in {', '.join(kinds[:-1])} or {kinds[-1]}; may be given again for another"
+    parser.add_argument("--track", action="append", default=[], choices=kinds, metavar="NAME", help=words)
 
 
 def _command_parser(commands: Any, name: str, call: Any, text: str, words: str = "") -> argparse.ArgumentParser:

@@ -42,14 +42,14 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
         opened.quit()
 
 
-def look(browser: Chrome, file: Path, width: str, media: str = "") -> None:
-    """Open a page as wide as a phone or a desktop, on a screen or on paper."""
+def look(browser: Chrome, page: Path | str, width: str, media: str = "") -> None:
+    """Open a page, a file or one that is served, as wide as a phone or a desktop, on a screen or on paper."""
     across, down = WIDTHS[width]
     size = {"width": across, "height": down, "deviceScaleFactor": 1, "mobile": width == "phone"}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": media})
     browser.get_log("browser")  # what the page before it said
-    browser.get(file.as_uri())
+    browser.get(page if isinstance(page, str) else page.as_uri())
 
 
 def said(browser: Chrome) -> list[str]:

@@ -21,6 +21,8 @@ CASES = {
     "fedcog compare --algorithms ": " ".join(sorted(ALGORITHMS)),
     "fedcog run --fedcog.lambda-d": "--fedcog.lambda-dis",
     "fedcog run --dataset mos": "mosaics",
+    "fedcog run --track ": "mlflow tensorboard wandb",
+    "fedcog compare --track w": "wandb",
     "fedcog export run --format o": "onnx",
     "fedcog list algorithms --mark": "--markdown",
 }

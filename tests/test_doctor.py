@@ -38,6 +38,9 @@ def test_here_everything_needed_works(capsys: pytest.CaptureFixture[str], tmp_pa
         "flwr",
         "dp-accounting",
         "h5py",
+        "tensorboard",
+        "mlflow-skinny",
+        "wandb",
         "scikit-learn",
     ):
         assert word in said.out
@@ -59,6 +62,9 @@ def test_every_module_that_can_be_done_without_is_missed_by_name() -> None:
         "h5py",
         "onnx",
         "onnxscript",
+        "tensorboard",
+        "mlflow",
+        "wandb",
         "triton",
         "matplotlib",
         "sklearn",
@@ -75,6 +81,8 @@ def test_every_module_that_can_be_done_without_is_missed_by_name() -> None:
         "dp-accounting: missing: for --privacy (pip install 'fedcog[privacy]')",
         "h5py: missing: for FLAIR as .hdf5 (pip install 'fedcog[flair]')",
         "onnxscript: missing: for fedcog export --format onnx (pip install 'fedcog[onnx]')",
+        "mlflow-skinny: missing: for --track mlflow (pip install 'fedcog[mlflow]')",
+        "wandb: missing: for --track wandb (pip install 'fedcog[wandb]')",
         "scikit-learn: missing:  (pip install scikit-learn)",
         "data: digits: missing: scikit-learn's handwritten digits (pip install scikit-learn)",
         "data: cifar10: missing: CIFAR-10 (fedcog data get cifar10)",

@@ -88,6 +88,8 @@ def test_the_data_room_knows_only_torch_numpy_streams_and_pictures() -> None:
         ("triton", {name for name in map(name_of, MODULES) if name.startswith("fedcog.kernels.")}),
         ("flwr", {"fedcog.federation.flower"}),
         ("h5py", {"fedcog.data.hdf5"}),
+        *((name, {f"fedcog.experiments.track.{name}"}) for name in ("tensorboard", "mlflow")),
+        ("wandb", {"fedcog.experiments.track.wandb", "fedcog.experiments.track.offline"}),
         ("pickle", set()),
     ],
 )

@@ -5,6 +5,7 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -14,6 +15,7 @@ from fedcog.experiments.prepare import stacked, surroundings
 from fedcog.experiments.record import RunDirectory
 from fedcog.experiments.run import Run, Watch, carry_out, finish, read
 from fedcog.experiments.summary import labels
+from fedcog.experiments.track import chosen
 from fedcog.federation.rounds import Diverged
 
 
@@ -41,19 +43,22 @@ def compare(
     watch: Watch | None = None,
     stopping: Callable[[], bool] | None = None,
     command: str | None = None,
+    track: str | Sequence[str] = (),
 ) -> list[Run]:
     """Every experiment with every seed, in OUT/ALGORITHM/seed-N, and one report of all.
 
     What is already there is continued or, where finished, only read: a comparison may be stopped and started again. A
     run that diverges does not keep the others from running: its `diverged` says why it ended early. On a GPU the seeds
     of an experiment run in step, their clients as one larger cohort: each ends as it would alone, but for rounding.
+    `track` names trackers that follow every run.
     """
-    runs = list[Run]()
-    common = {"data": data, "model": model, "resume": True, "watch": watch, "stopping": stopping, "command": command}
+    runs, trackers = list[Run](), chosen(track)
+    common: dict[str, Any] = {"data": data, "model": model, "resume": True, "watch": watch, "stopping": stopping}
+    common |= {"command": command, "track": trackers}
     for experiment, group in _groups(places(out, experiments, seeds)):
         own = common | ({"generator": generator} if generating(experiment.algorithm).generator == "custom" else {})
         with surroundings(experiment.threads, experiment.tf32):
-            steps = [carry_out(one, place, **own) for one, place in group]  # type: ignore[arg-type]
+            steps = [carry_out(one, place, **own) for one, place in group]
             done = finish(experiment, steps)
         for (one, place), ended in zip(group, done, strict=True):
             if isinstance(ended, Diverged):  # the others are worth having all the same; the run says what happened

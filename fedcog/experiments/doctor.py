@@ -35,9 +35,17 @@ EXTRAS = {
     "h5py": ("h5py", "flair", "FLAIR as .hdf5"),
     "onnx": ("onnx", "onnx", "fedcog export --format onnx"),
     "onnxscript": ("onnxscript", "onnx", "fedcog export --format onnx"),
+    "tensorboard": ("tensorboard", "tensorboard", "--track tensorboard"),
+    "mlflow-skinny": ("mlflow", "mlflow", "--track mlflow"),
+    "wandb": ("wandb", "wandb", "--track wandb"),
 }
 """Of each package that most goes without: its module, the extra that brings it, and what it is for."""
-USERS = {"flwr": "fedcog.federation.flower"}
+USERS = {
+    "flwr": "fedcog.federation.flower",
+    "tensorboard": "fedcog.experiments.track.tensorboard",
+    "mlflow": "fedcog.experiments.track.mlflow",
+    "wandb": "fedcog.experiments.track.wandb",
+}
 """What of ours loads a module and more of its package, to try it by."""
 GET_TORCH = "a torch for this machine: https://pytorch.org/get-started/locally"
 
@@ -87,11 +95,19 @@ def package(name: str, module: str, use: str, remedy: str, needed: bool = False)
 
     def load() -> str:
         importlib.import_module(USERS.get(module, module))
-        return ", for ".join(part for part in (importlib.metadata.version(name), use) if part)
+        return ", for ".join(part for part in (_version(name, module), use) if part)
 
     if importlib.util.find_spec(module) is None:
         return Part(name, "missing", f"for {use}" if use else "", remedy, needed)
     return tried(name, load, remedy, needed)
+
+
+def _version(name: str, module: str) -> str:
+    """Of a package, or of another that has the module, too: MLflow comes whole, or skinny."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return importlib.metadata.version(module)
 
 
 def _torch() -> str:

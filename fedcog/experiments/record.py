@@ -7,6 +7,7 @@ rounds.jsonl             one line a round
 exhibits/NNNNN.safetensors   what a report shows of round NNNNN (generated inputs)
 diverged.txt             why training ended early, if it left the numbers
 checkpoint.safetensors   the server's and every client's state after the last checkpointed round
+tracking.json            what trackers call the run, and the last round that each was told
 report.html              the run to look at
 model.*                  the global model, if it was exported
 """
@@ -16,6 +17,7 @@ import fcntl
 import json
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +33,7 @@ from fedcog.task import SCORES
 from fedcog.tree import Params, State
 
 FORMAT = 1
+TRIES = 6  # to have a directory for oneself
 
 
 class RecordError(Exception):
@@ -72,13 +75,28 @@ class RunDirectory:
                 f"cannot write to {self.path}: {error.strerror or error}. Choose another --out."
             ) from error
         with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise Busy(
-                    f"another run is writing to {self.path} right now: wait for it, or choose another --out."
-                ) from None
+            for left in reversed(range(TRIES)):
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except OSError:
+                    if not left:
+                        raise Busy(
+                            f"another run is writing to {self.path} right now: wait for it, or choose another --out."
+                        ) from None
+                time.sleep(0.05)  # somebody may only have asked whether it is busy
             yield
+
+    def busy(self) -> bool:
+        """Is a run writing here right now? To ask changes nothing, and keeps nobody from writing."""
+        try:
+            with open(self.path / ".lock", "rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
 
     def exists(self) -> bool:
         """Does a run live here?"""
@@ -104,11 +122,7 @@ class RunDirectory:
 
     def provenance(self) -> dict[str, Any]:
         """Where the run came from; empty where nobody wrote it down."""
-        try:
-            found = json.loads((self.path / "provenance.json").read_text())
-        except (OSError, ValueError, RecursionError):
-            return {}
-        return found if isinstance(found, dict) else {}
+        return self._table("provenance.json")
 
     def fail(self, reason: str) -> None:
         """Say why training ended early."""
@@ -214,6 +228,19 @@ class RunDirectory:
         """The names of all exhibits, in order of their rounds."""
         return sorted(f"exhibits/{file.name}" for file in (self.path / "exhibits").glob("*.safetensors"))
 
+    def exhibit(self, round: int) -> Params | None:
+        """What a report shows of a round; None where there is nothing."""
+        name = f"exhibits/{round:05d}.safetensors"
+        return self.tensors(name)[0] if (self.path / name).exists() else None
+
+    def save_tracking(self, known: dict[str, Any]) -> None:
+        """Write down what trackers know of this run."""
+        self._write("tracking.json", json.dumps(known, indent=1, sort_keys=True).encode())
+
+    def tracking(self) -> dict[str, Any]:
+        """What trackers know of this run; nothing where it was never written down."""
+        return self._table("tracking.json")
+
     def save_report(self, html: str) -> Path:
         """Write the page to look at."""
         self._write("report.html", html.encode())
@@ -232,6 +259,14 @@ class RunDirectory:
                 f"cannot read {self.path / name}: {error}. The file is damaged: delete {self.path} to start this run "
                 "anew, or choose another --out."
             ) from error
+
+    def _table(self, name: str) -> dict[str, Any]:
+        """What a small file of JSON says; nothing where it is not there, or damaged."""
+        try:
+            found = json.loads((self.path / name).read_text())
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def _tensors(self, name: str, tensors: Params, about: dict[str, Any]) -> None:
         self._write(name, packed(tensors, about))

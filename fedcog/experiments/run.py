@@ -19,6 +19,7 @@ from fedcog.experiments.prepare import Prepared, check_runnable, privacy, surrou
 from fedcog.experiments.provenance import provenance
 from fedcog.experiments.record import Checkpoint, RecordError, RunDirectory
 from fedcog.experiments.torchrun import followed, led
+from fedcog.experiments.track import Tracking, chosen
 from fedcog.experiments.turns import Interrupted, Running, Turn, in_step
 from fedcog.experiments.warm import inherit
 from fedcog.federation import ranks
@@ -103,16 +104,18 @@ def run(
     watch: Watch | None = None,
     stopping: Callable[[], bool] | None = None,
     command: str | None = None,
+    track: str | Sequence[str] = (),
 ) -> Run:
     """Carry out an experiment in the directory `out` (by default runs/DATASET-ALGORITHM-SEED).
 
     `data` and `model` are your own, in place of those the experiment names, and so is `generator`, which makes inputs
     of noise for FedCOG(generator="custom"). With `resume` a run that lies there is
     continued after its last checkpoint; one that is finished is only read. `watch` is called with the experiment and
-    every new round's line; once `stopping` says so, the run ends with `Interrupted` after a whole round.
+    every new round's line; once `stopping` says so, the run ends with `Interrupted` after a whole round. `track` names
+    trackers that follow the run: tensorboard, mlflow, wandb. They change nothing of it.
     """
     own: dict[str, Any] = {"data": data, "model": model, "generator": generator, "resume": resume}
-    own |= {"watch": watch, "stopping": stopping, "command": command}
+    own |= {"watch": watch, "stopping": stopping, "command": command, "track": track}
     if ranks.started() and flows(experiment):
         raise ConfigError(
             ["torchrun shares clients among its processes, and Flower has nodes of its own: use one of them."]
@@ -144,6 +147,7 @@ def carry_out(
     watch: Watch | None = None,
     stopping: Callable[[], bool] | None = None,
     command: str | None = None,
+    track: str | Sequence[str] = (),
     remote: bool = False,
     loaded: Dataset | None = None,
     after: Path | None = None,
@@ -154,7 +158,7 @@ def carry_out(
     the data set that the experiment names, where it is at hand. A new run may go on `after` the rounds of a finished
     one.
     """
-    experiment = _with_own(experiment, data, model)
+    experiment, trackers = _with_own(experiment, data, model), chosen(track)
     if flows(experiment) and not remote:
         check_flower(experiment)
         experiment = dataclasses.replace(experiment, backend="flower")
@@ -176,6 +180,8 @@ def carry_out(
         if after is not None and not start:
             start = _put_back(prepared, inherit(directory, prepared, RunDirectory(after)))
         directory.rewind(start)
+        tracking = Tracking(trackers, directory, experiment)
+        ending.callback(tracking.close)
         algorithm, backend = experiment.algorithm, prepared.backend
         federation = Federation(algorithm, backend, prepared, prepared.schedule, prepared.server, prepared.privacy)
         last: Checkpoint | None = None
@@ -190,6 +196,7 @@ def carry_out(
             try:
                 line, server, exhibit = federation.answer(work, gathered)
             except Diverged as error:
+                tracking.end = "diverged"
                 raise _told(error, experiment, directory, last) from None
             last = Checkpoint(line["round"], server, backend.store.flatten(), prepared.about)
             if exhibit:
@@ -198,10 +205,12 @@ def carry_out(
             stop = stopping is not None and stopping() and line["round"] < experiment.rounds
             if line["round"] % experiment.checkpoint_every == 0 or line["round"] == experiment.rounds or stop:
                 directory.save(last)
+            tracking.tell(line)
             if watch:
                 watch(experiment, line)
             if stop:
                 raise Interrupted(f"stopped after round {line['round']} of {experiment.rounds}")
+        tracking.end = "finished"
         return Run(directory.path, experiment, directory.lines())
 
 

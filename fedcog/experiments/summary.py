@@ -51,17 +51,19 @@ COLUMNS = ("algorithm", "last", "best", "personal last", "personal best", "seeds
 
 def rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
     """A row of COLUMNS for every group of runs: scores in %, mean and deviation over seeds."""
-    found = []
-    for each in group([run for run in runs if run.scores or run.diverged]):
-        rounds = sorted({len(run.lines) for run in each.runs})
-        scored = all(run.scores for run in each.runs)
-        last, best = (each.last.percent(), each.best.percent()) if scored else ("", "")
-        own = [one.percent() for one in each.personal] if each.personal else ["", ""]
-        shown = "-".join(str(round) for round in dict.fromkeys((rounds[0], rounds[-1])))
-        lost = sum(bool(run.diverged) for run in each.runs)
-        shown += f", {lost} diverged" if lost else ""
-        found.append((each.label, last, best, *own, str(len(each.runs)), shown))
-    return found
+    return [row(each) for each in group([run for run in runs if run.scores or run.diverged])]
+
+
+def row(each: Group) -> tuple[str, ...]:
+    """The row of one group."""
+    rounds = sorted({len(run.lines) for run in each.runs})
+    scored = all(run.scores for run in each.runs)
+    last, best = (each.last.percent(), each.best.percent()) if scored else ("", "")
+    own = [one.percent() for one in each.personal] if each.personal else ["", ""]
+    shown = "-".join(str(round) for round in dict.fromkeys((rounds[0], rounds[-1])))
+    lost = sum(bool(run.diverged) for run in each.runs)
+    shown += f", {lost} diverged" if lost else ""
+    return each.label, last, best, *own, str(len(each.runs)), shown
 
 
 def markdown(runs: Sequence[Run]) -> str:

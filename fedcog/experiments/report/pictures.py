@@ -76,10 +76,15 @@ def _row(name: str, mark: str, images: Iterable[Tensor | None], classes: Sequenc
 
 def _picture(image: Tensor, words: str) -> str:
     """A uint8 image [C, H, W] as a PNG in the page."""
+    small = ' class="small"' if max(image.shape[1:]) < 64 else ""
+    data = base64.b64encode(png(image)).decode()
+    return f'<img{small} alt="{text(words)}" src="data:image/png;base64,{data}">'
+
+
+def png(image: Tensor) -> bytes:
+    """A uint8 image [C, H, W] as a PNG."""
     channels = image if image.shape[0] in (3, 4) else image[:1]
     pixels = channels.permute(1, 2, 0).contiguous().numpy()
     file = io.BytesIO()
     Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels).save(file, format="PNG")
-    small = ' class="small"' if max(image.shape[1:]) < 64 else ""
-    data = base64.b64encode(file.getvalue()).decode()
-    return f'<img{small} alt="{text(words)}" src="data:image/png;base64,{data}">'
+    return file.getvalue()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedcog.data import SOURCES, sources
 from fedcog.data.partition import KINDS, PARTITIONS, natural
-from fedcog.experiments import summary
+from fedcog.experiments import summary, tuning
 from fedcog.experiments.catalogue import catalogue as measured
 from fedcog.experiments.config import Experiment, layers, name_of, own_settings
 from fedcog.experiments.doctor import Part
@@ -28,7 +28,9 @@ from fedcog.experiments.export import Exported
 from fedcog.experiments.plan import Done
 from fedcog.experiments.run import Run
 from fedcog.experiments.study import Study
-from fedcog.experiments.theory import Finding, Plan
+from fedcog.experiments.sweep import Plan, Tuned
+from fedcog.experiments.theory import Finding
+from fedcog.experiments.theory import Plan as Theory
 from fedcog.models import MODELS
 from fedcog.task import MEASURES, measure_of
 
@@ -129,6 +131,9 @@ class Progress:
         run = f"{name_of(what.algorithm)} seed {what.seed}"
         measure = measure_of(line)
         score = f"{MEASURES[measure]} {100 * line[measure]:.2f}%" if line.get(measure) is not None else ""
+        for name, words in MEASURES.items() if not what.evaluate_test else ():
+            held_out = line.get(f"validation_{name}")
+            score = score if held_out is None else f"{words} in validation {100 * held_out:.2f}%"
         if self.style == "quiet":
             return
         if _lively(self.style):
@@ -201,6 +206,33 @@ def comparison(experiments: Sequence[Experiment], seeds: Sequence[int], out: Any
     say(f"comparing {names} over seeds {', '.join(str(seed) for seed in seeds)}", style)
     for one in experiments:
         experiment(one, f"{out}/{name_of(one.algorithm)}/seed-N", style, seeds)
+
+
+def sweeping(plan: Plan, out: Any, style: Style) -> None:
+    """What is to be tuned, and how."""
+    names = ", ".join(name_of(one.algorithm) for one in plan.experiments)
+    say(f"tuning {names}: {plan.trials} trials each ({plan.search}, seed {plan.seed})", style)
+    for name, one in plan.space.items():
+        say(f"  {name}: {one.words()}", style)
+    for each in plan.experiments:
+        experiment(each, out, style, plan.trial_seeds)
+
+
+def tuned(plan: Plan, found: Sequence[Tuned], style: Style) -> None:
+    """What was chosen for each method, and how that does on the test set."""
+    grid = tuning.chosen(found)
+    if style == "plain":
+        for row in grid.rows:
+            say("; ".join(f"{head} {cell}" for head, cell in zip(grid.heads, row, strict=True)), style)
+    elif style != "quiet":
+        table = Table(title="in %, test as mean ± standard deviation over seeds", title_justify="left")
+        for place, head in enumerate(grid.heads):
+            table.add_column(head, justify="left" if place < 2 else "right")
+        for row in grid.rows:
+            table.add_row(*(escape(cell) for cell in row))
+        _out.print(table)
+    for sentence in tuning.words(plan, found):
+        say(sentence, style)
 
 
 def _warnings(what: Experiment) -> list[str]:
@@ -349,7 +381,7 @@ def data_sets(data_dir: str | None) -> None:
     _out.print(table)
 
 
-def theory(found: Finding, plan: Plan) -> None:
+def theory(found: Finding, plan: Theory) -> None:
     """The theorem's constants, its largest step and its bound, beside what was measured."""
     known, convex = found.constants, found.network == "linear"
     what = "linear model (convex)" if convex else "small network"

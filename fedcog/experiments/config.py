@@ -89,6 +89,7 @@ class Experiment:
     )
     evaluate_every: int = setting(1, "rounds between evaluations; the last is always evaluated", ">= 1")
     evaluate_local: bool = setting(True, "evaluate the clients' local models too")
+    evaluate_test: bool = setting(True, "evaluate on the test set; if not, on what is held out for validation alone")
     checkpoint_every: int = setting(1, "rounds between checkpoints", ">= 1", identity=False)
     device: str = setting("auto", "where to compute: auto, cpu, cuda, cuda:1, ...", identity=False)
     mapping: Literal["auto", "loop", "vmap", "graph"] = setting(
@@ -143,6 +144,11 @@ class Experiment:
                 )
         if self.pretrained_generator and generating(self.algorithm).generator == "none":
             faults.append("pretrained_generator is for FedCOG with a generator: set --fedcog.generator conv.")
+        if not self.evaluate_test and (self.evaluate_local or not self.validation):
+            faults.append(
+                "without the test set there are the examples held out for validation, and clients' local models are "
+                "not tried on those: set --validation 0.2, say, and --no-evaluate-local."
+            )
         if self.privacy != "off":
             faults += self._bars_to_privacy()
         named = [name for name, _ in layers(self.algorithm)]

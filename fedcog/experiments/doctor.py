@@ -34,6 +34,7 @@ EXTRAS = {
     "dp-accounting": ("dp_accounting", "privacy", "--privacy"),
     "h5py": ("h5py", "flair", "FLAIR as .hdf5"),
     "onnx": ("onnx", "onnx", "fedcog export --format onnx"),
+    "optuna": ("optuna", "optuna", "fedcog sweep --search optuna"),
     "onnxscript": ("onnxscript", "onnx", "fedcog export --format onnx"),
 }
 """Of each package that most goes without: its module, the extra that brings it, and what it is for."""

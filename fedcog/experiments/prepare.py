@@ -181,12 +181,12 @@ class Prepared:
     def hits(self, server: State) -> Params:
         """How the server's model does by class, on the test set and on what is held out for validation; its marks."""
         data, weights = self.data, self.experiment.algorithm.server_model(server)
-        sets = {"test": (data.test_x, data.test_y)}
+        sets = {"test": (data.test_x, data.test_y)} if self.experiment.evaluate_test else {}
         if len(data.validation):
             held_out = data.validation.to(data.train_x.device)
             sets["validation"] = data.train_x[held_out], data.train_y[data.validation]
         marks: Params = {}
-        if self.dataset.several:  # whose marks need all outputs at once
+        if self.dataset.several and "test" in sets:  # whose marks need all outputs at once
             x, y = sets.pop("test")
             logits = evaluate.outputs(self.model, data, weights, x)
             marks = {"test": self.task.hits(logits, y)} | self.task.marks(logits, y)
@@ -196,7 +196,8 @@ class Prepared:
     def scores(self, hits: Params) -> dict[str, float]:
         """Its scores on the test set, and on the held-out validation examples where there are any."""
         found = {name: float(value) for name, value in hits.items() if name not in ("test", "validation")}
-        found[self.measure] = self.task.score(hits["test"], self.backend.totals)
+        if "test" in hits:
+            found[self.measure] = self.task.score(hits["test"], self.backend.totals)
         if "validation" in hits:
             totals = self.task.counts(self.data.train_y[self.data.validation]).cpu()
             found[f"validation_{self.measure}"] = self.task.score(hits["validation"], totals)

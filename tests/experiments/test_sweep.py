@@ -20,7 +20,8 @@ from fedcog.experiments.results import Results
 from fedcog.experiments.sweep import Sweep, planned
 from fedcog.experiments.turns import Interrupted
 
-SMALL = {"rounds": 3, "local_steps": 12, "clients": 3, "batch_size": 16, "beta": 1.0, "threads": 1, "mapping": "vmap"}
+SMALL = {"rounds": 3, "local_steps": 8, "clients": 3, "batch_size": 16, "beta": 1.0, "model": "mlp"}
+SMALL |= {"threads": 1, "workers": 1, "mapping": "loop"}
 METHODS = [Experiment(algorithm=one, **SMALL) for one in (FedAvg(), FedProx())]  # type: ignore[arg-type]
 SPACE = {"lr": {"low": 0.001, "high": 0.5, "log": True}, "fedprox": {"mu": [0.001, 0.1]}}
 HOW = {"trials": 3, "seeds": [0, 1], "trial_seeds": [7]}
@@ -91,7 +92,9 @@ def test_the_test_set_has_no_say_in_what_is_chosen(tmp_path: Path) -> None:
     by_test = {}  # what would have been chosen, had anybody looked
     for trial in spoilt.trials:
         open_eyed = dataclasses.replace(trial.experiment, evaluate_test=True, seed=7)
-        by_test[trial.number] = fedcog.run(open_eyed, tmp_path / f"look-{trial.number}", data=digits(1)).last
+        by_test[trial.number] = fedcog.run(
+            open_eyed, tmp_path / f"look-{trial.number}", data=digits(1), report=False
+        ).last
     assert max(by_test, key=by_test.__getitem__) != spoilt.chosen.number
     for file in (tmp_path / "1" / "runs").rglob("rounds.jsonl"):
         lines = [json.loads(line) for line in file.read_text().splitlines()]
@@ -168,11 +171,11 @@ def test_killed_at_any_time_a_sweep_of_optunas_goes_on_as_if_not(
 
 
 def test_what_diverges_counts_as_used_and_as_worst(tmp_path: Path) -> None:
-    (one,) = fedcog.sweep(METHODS[:1], {"lr": [1e30, 0.1]}, tmp_path, search="grid", trials=2, seeds=[0])
+    (one,) = fedcog.sweep(METHODS[:1], {"lr": [1e15, 0.1]}, tmp_path, search="grid", trials=2, seeds=[0])
     assert [(trial.diverged, trial.value > 0) for trial in one.trials] == [(True, False), (False, True)]
     assert one.chosen.number == 2
-    words = tuning.markdown(planned(METHODS[:1], {"lr": [1e30, 0.1]}, "grid", 2, seeds=[0]), [one])
-    assert "1 of its 2 trials diverged; they count as used" in words and "| 1 | 1e+30 | diverged |" in words
+    words = tuning.markdown(planned(METHODS[:1], {"lr": [1e15, 0.1]}, "grid", 2, seeds=[0]), [one])
+    assert "1 of its 2 trials diverged; they count as used" in words and "| 1 | 1e+15 | diverged |" in words
 
 
 def test_trials_of_several_seeds_are_judged_by_their_mean_and_train_as_one(
@@ -211,7 +214,10 @@ def test_a_report_shows_the_budget_and_every_trial(done: tuple[Path, list[Tuned]
         assert (
             f"Trials of {one.name}" in page and one.group.last.percent() in page and one.group.last.percent() in table
         )
-    assert page.count(">chosen<") == 2 and "Every method got 3 trials, chosen by random search" in page
+    assert (
+        page.count('<td class="number">chosen</td>') == 2
+        and "Every method got 3 trials, chosen by random search" in page
+    )
     assert "looks at the test set" in page and (out / "chosen.html").exists()
 
 
@@ -238,8 +244,8 @@ def test_the_command_tells_all_faults_at_once(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_no_test_set_without_validation() -> None:
-    with pytest.raises(ConfigError, match="set --validation 0.2"):
+    with pytest.raises(ConfigError, match="set --validation"):
         Experiment(evaluate_test=False)
-    with pytest.raises(ConfigError, match="--no-evaluate-local"):
+    with pytest.raises(ConfigError, match="no-evaluate-local"):
         Experiment(evaluate_test=False, validation=0.1)
     assert Experiment(evaluate_test=False, validation=0.1, evaluate_local=False)

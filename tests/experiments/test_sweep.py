@@ -183,15 +183,16 @@ def test_trials_of_several_seeds_are_judged_by_their_mean_and_train_as_one(
 ) -> None:
     how = {"search": "grid", "trials": 2, "trial_seeds": [7, 8], "seeds": [0, 1]}
     alone, together = tmp_path / "alone", tmp_path / "together"
-    (one,) = fedcog.sweep(METHODS[:1], {"lr": [0.1, 0.2]}, alone, **how)  # type: ignore[arg-type]
+    methods = [dataclasses.replace(METHODS[0], mapping="vmap", local_steps=4)]
+    (one,) = fedcog.sweep(methods, {"lr": [0.1, 0.2]}, alone, **how)  # type: ignore[arg-type]
     seeds = [results["validation_accuracy"][-1] for results in _of(alone, one)]
     assert one.trials[0].value == pytest.approx(sum(seeds) / 2) and seeds[0] != seeds[1]
     monkeypatch.setattr(plan, "stacked", lambda experiment: True)
-    what = planned(METHODS[:1], {"lr": [0.1, 0.2]}, **how)  # type: ignore[arg-type]
+    what = planned(methods, {"lr": [0.1, 0.2]}, **how)  # type: ignore[arg-type]
     running = Sweep(what, together)
-    stacks = plan.stacks(running.jobs(running.next_trials()))
-    assert {job.seed for job in stacks[0]} == {7, 8}
-    (other,) = fedcog.sweep(METHODS[:1], {"lr": [0.1, 0.2]}, together, **how)  # type: ignore[arg-type]
+    (stack,) = plan.stacks(running.jobs(running.next_trials()))
+    assert {(job.seed, job.experiment.lr) for job in stack} == {(7, 0.1), (7, 0.2), (8, 0.1), (8, 0.2)}
+    (other,) = fedcog.sweep(methods, {"lr": [0.1, 0.2]}, together, **how)  # type: ignore[arg-type]
     for mine, theirs in zip(one.trials, other.trials, strict=True):
         assert mine.value == pytest.approx(theirs.value, abs=0.01)
 

@@ -19,6 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 from fedcog.data import SOURCES, sources
+from fedcog.data.borrowed import BORROWED
 from fedcog.data.partition import KINDS, PARTITIONS, natural
 from fedcog.experiments import summary, tuning
 from fedcog.experiments.catalogue import catalogue as measured
@@ -365,6 +366,9 @@ def partitions() -> None:
     for kind in KINDS:
         text = (PARTITIONS.get(kind, natural).__doc__ or "").strip().splitlines()[0]
         table.add_row(kind, text, uses.get(kind, ""))
+    for kind, one in BORROWED.items():
+        more = " --partition-args" if one.more else ""
+        table.add_row(kind, f"{one.words} (flwr-datasets' {one.partitioner})", one.uses + more)
     table.add_row("given", "As `indices` per client say, with your own data.", "")
     _out.print(table)
 

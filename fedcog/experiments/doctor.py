@@ -34,6 +34,7 @@ EXTRAS = {
     "dp-accounting": ("dp_accounting", "privacy", "--privacy"),
     "h5py": ("h5py", "flair", "FLAIR as .hdf5"),
     "onnx": ("onnx", "onnx", "fedcog export --format onnx"),
+    "flwr-datasets": ("flwr_datasets", "flwr-datasets", "--partition flwr-..."),
     "optuna": ("optuna", "optuna", "fedcog sweep --search optuna"),
     "onnxscript": ("onnxscript", "onnx", "fedcog export --format onnx"),
 }

@@ -24,7 +24,7 @@ from fedcog.federation.privacy import Privacy
 from fedcog.federation.rounds import Schedule, round_half_up
 from fedcog.federation.selection import PowerOfChoice, Selection, Uniform
 from fedcog.federation.simulation import Simulation
-from fedcog.models import Model, build
+from fedcog.models import TOKENS, Model, build
 from fedcog.optimiser import Optimiser
 from fedcog.settings import ConfigError
 from fedcog.task import Measure, task_of
@@ -141,6 +141,14 @@ class Prepared:
                 [
                     f"{wanting} looks at features, and this network has none to tell: its outputs must be those of one "
                     "nn.Linear, called once and last, whose weights are its own. Change the network, or the algorithm."
+                ]
+            )
+        wanting = ", ".join(name for name, layer in layers(experiment.algorithm) if layer.optimises_inputs)
+        if wanting and not self.model.smooth:
+            raise ConfigError(
+                [
+                    f"{wanting} optimises inputs, and this network's outputs have no gradient with respect to its own. "
+                    f"{TOKENS} Or choose another algorithm."
                 ]
             )
         self.server = self.backend.begin(experiment.algorithm)

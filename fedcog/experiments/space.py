@@ -212,6 +212,14 @@ def points(space: Space, seed: int, tried: Sequence[Point] = ()) -> Iterator[Poi
     )
 
 
+def corners(space: Space, seed: int) -> Iterator[Point]:
+    """Points to try a space out by: a random one, with each value of a list and each end of a range in its turn."""
+    first = next(points(space, seed))
+    for name, one in space.items():
+        for value in one.values if isinstance(one, Choice) else (one.at(0.0), one.at(1.0)):
+            yield first | {name: value}
+
+
 def grid(space: Space, trials: int, seed: int) -> list[Point]:
     """All points of a grid in their order; of more than so many, as many random ones."""
     lists = [one.values for one in space.values() if isinstance(one, Choice)]

@@ -96,7 +96,7 @@ class Plan:
         if faults:
             raise ConfigError(faults)
         for experiment in self.experiments:  # what cannot be made is told now, and not in the last trial
-            for point in self.ahead(experiment) or [next(spaces.points(self.space_of(experiment), self.seed))]:
+            for point in self.ahead(experiment) or spaces.corners(self.space_of(experiment), self.seed):
                 self.trial(experiment, point)
 
     def space_of(self, experiment: Experiment) -> Space:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from fedcog import Experiment, FedAvg, FedCOG, FedProx, make_algorithm
 from fedcog.experiments import search, space
 from fedcog.experiments.space import Choice, Range
+from fedcog.experiments.sweep import planned
 from fedcog.settings import ConfigError
 
 FLOATS = st.floats(1e-6, 1e6).map(lambda value: float(f"{value:.4g}"))
@@ -176,3 +177,13 @@ def test_optuna_learns_from_what_was_tried_and_repeats_itself() -> None:
     for _ in range(3):  # a point that was tried gives way
         done.append((search.after(few, done, 3, 0), 1.0))
     assert len({point["kind"] for point, _ in done}) == 3
+
+
+@pytest.mark.parametrize("kind", ["random", "grid", "optuna"])
+def test_what_a_method_cannot_do_is_told_before_the_first_trial(kind: search.Search) -> None:
+    if kind == "optuna":
+        pytest.importorskip("optuna")
+    scaffold = [Experiment(algorithm=make_algorithm("scaffold"))]
+    offered = {"optimizer": ["sgd", "adam"], "local_steps": [1, 2, 3, 4, 5, 6, 7, 8]}
+    with pytest.raises(ConfigError, match="scaffold reads the mean gradient"):
+        planned(scaffold, offered, kind, 16 if kind != "optuna" else 8)

@@ -243,6 +243,8 @@ def _warnings(what: Experiment) -> list[str]:
             found.append(f"{name} is about the clients' own models, and they are not evaluated (--evaluate-local).")
     if what.privacy == "off" and (what.dp_clip, what.dp_noise, what.dp_delta) != (1.0, 1.0, 1e-5):
         found.append("dp_clip, dp_noise and dp_delta do nothing without --privacy central or local.")
+    if what.partition_args and what.partition not in BORROWED:
+        found.append("partition_args does nothing without --partition flwr-shard or flwr-pathological.")
     if what.selection == "uniform" and (what.candidates or what.choice_loss != "all"):
         found.append("candidates and choice_loss do nothing without --selection power-of-choice.")
     for name, layer in layers(what.algorithm):

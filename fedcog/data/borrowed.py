@@ -91,10 +91,11 @@ BORROWED: dict[str, Borrowed] = {
 def arguments(kind: str, text: str) -> dict[str, Any]:
     """What a text such as 'shard_size=50 keep_incomplete_shard=true' tells a partitioner.
 
-    A ValueError says what is wrong with it.
+    A ValueError says what is wrong with it. Partitions of ours have no use for it.
     """
-    known = BORROWED[kind].more if kind in BORROWED else {}
-    found: dict[str, Any] = {}
+    if kind not in BORROWED:
+        return {}
+    known, found = BORROWED[kind].more, dict[str, Any]()
     for word in text.split():
         name, _, value = word.partition("=")
         if not known:
@@ -119,7 +120,7 @@ def missing() -> str:
     """How to get flwr-datasets where it is not; else nothing."""
     if importlib.util.find_spec("flwr_datasets") is not None:
         return ""
-    return "its partitions need flwr-datasets: pip install 'fedcog[flwr-datasets]'."
+    return "flwr-datasets is missing: pip install 'fedcog[flwr-datasets]'."
 
 
 def borrow(kind: str, labels: Indices, rule: Rule, seed: int) -> list[Indices]:

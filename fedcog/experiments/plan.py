@@ -72,7 +72,7 @@ def _mates(one: Job) -> object:
     def common(experiment: Experiment) -> Experiment:
         usual = Experiment(dataset=experiment.dataset)
         names = ["seed", "partition", "beta", "classes_per_client", "partition_seed", "clients", "participation"]
-        names += ["lr", "lr_decay"]
+        names += ["partition_args", "lr", "lr_decay"]
         return dataclasses.replace(experiment, **{name: getattr(usual, name) for name in names})
 
     return common(one.experiment), one.start and common(one.start)

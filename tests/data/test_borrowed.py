@@ -132,7 +132,7 @@ def test_without_it_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         ("flwr-shard", "keep_incomplete_shard=1", "needs one of true, false"),
         ("flwr-pathological", "class_assignment_mode=__import__", "needs one of random, deterministic"),
         ("flwr-dirichlet", "alpha=1", "partition 'flwr-dirichlet' takes none"),
-        ("dirichlet", "alpha=1", "partition 'dirichlet' takes none"),
+        ("flwr-iid", "shard_size=5", "partition 'flwr-iid' takes none"),
     ],
 )
 def test_arguments_are_checked_before_anything_runs(kind: str, text: str, words: str) -> None:
@@ -143,6 +143,9 @@ def test_arguments_are_checked_before_anything_runs(kind: str, text: str, words:
 
 def test_arguments_are_read() -> None:
     assert arguments("flwr-shard", TOLD["flwr-shard"]) == {"shard_size": 50, "keep_incomplete_shard": True}
-    assert arguments("flwr-shard", "") == arguments("iid", "") == {}
+    assert arguments("flwr-shard", "") == arguments("iid", "shard_size=50") == {}
+    shards = Experiment(partition="flwr-shard", partition_args=TOLD["flwr-shard"])
+    assert dataclasses.replace(shards, partition="given").partition_rule == "given"
+    assert shards.partition_rule == "flwr-shard, shard_size=50, keep_incomplete_shard=true"
     with pytest.raises(ConfigError, match="partition needs one of"):
         Experiment(partition="flwr-NaturalIdPartitioner")  # type: ignore[arg-type]

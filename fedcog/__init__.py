@@ -39,6 +39,7 @@ from fedcog.experiments.pretrained import pretrain
 from fedcog.experiments.record import RecordError
 from fedcog.experiments.run import Run, load, read, run
 from fedcog.experiments.summary import Group, group
+from fedcog.experiments.sweep import Tuned, sweep
 from fedcog.federation.rounds import Diverged
 from fedcog.generators import ConvGenerator
 from fedcog.models import Model, ModelError
@@ -77,6 +78,7 @@ __all__ = [
     "ModelError",
     "RecordError",
     "Run",
+    "Tuned",
     "Wrapper",
     "__version__",
     "compare",
@@ -91,4 +93,5 @@ __all__ = [
     "pretrain",
     "read",
     "run",
+    "sweep",
 ]

@@ -10,7 +10,7 @@ import warnings
 import webbrowser
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -19,15 +19,16 @@ from fedcog import completion, console, flags, settings
 from fedcog.algorithms import ALGORITHMS, Algorithm
 from fedcog.data import SOURCES, DataError, PartitionError, sources
 from fedcog.data.datasets import DataWarning
-from fedcog.experiments import deploy, doctor, paper, plan, record, reproduce, smoke, summary, theory, track
+from fedcog.experiments import deploy, doctor, paper, plan, record, reproduce, smoke, summary, sweep, theory, track
 from fedcog.experiments.catalogue import catalogue, markdown
 from fedcog.experiments.compare import compare, places
-from fedcog.experiments.config import Experiment, name_of, read_experiment
+from fedcog.experiments.config import Experiment, name_of, read_experiment, read_toml
 from fedcog.experiments.export import SUFFIXES, export
 from fedcog.experiments.prepare import altered, check_ready, check_runnable, share_out, surroundings
 from fedcog.experiments.record import RecordError, RunDirectory
 from fedcog.experiments.results import Results
 from fedcog.experiments.run import default_out, read, run
+from fedcog.experiments.search import Search
 from fedcog.experiments.study import Study
 from fedcog.experiments.turns import Interrupted
 from fedcog.federation import ranks
@@ -116,21 +117,16 @@ def _compare(options: argparse.Namespace, rest: list[str]) -> int:
     values, faults = flags.given(options, rest)
     if ranks.started():
         raise ConfigError(["torchrun is for one run: start fedcog run under it, run by run, or compare without it."])
-    experiments, unready = list[Experiment](), list[str]()
     if options.fedcog or options.algorithm is not None or options.seed is not None:
         faults.append("compare takes --algorithms and --seeds, not --algorithm, --fedcog or --seed.")
     if not options.algorithms:
         faults.append("compare needs at least one algorithm, such as: --algorithms fedavg fedprox fedprox+fedcog.")
-    for name in options.algorithms or []:
-        try:
-            experiments.append(read_experiment(values | {"algorithm": name}, known=options.known))
-        except ConfigError as error:
-            unready += [fault for fault in error.faults if fault not in unready]
+    experiments = _methods(options, values, faults)
     seeds = _seeds(options.seeds, faults)
-    if experiments and not faults and not unready:
-        unready = check_ready(experiments[0])
-    if faults or unready:
-        raise ConfigError(faults + unready)
+    if experiments and not faults:
+        faults = check_ready(experiments[0])
+    if faults:
+        raise ConfigError(faults)
     trackers = track.chosen(options.track)
     _prepare(experiments[0])
     out = Path(options.out or Path("runs") / f"compare-{experiments[0].dataset}")
@@ -155,6 +151,72 @@ def _compare(options: argparse.Namespace, rest: list[str]) -> int:
     lost = [one for one in runs if one.diverged]
     console.faults([f"{name_of(one.experiment.algorithm)}, seed {one.experiment.seed}: {one.diverged}" for one in lost])
     return 1 if lost else 0
+
+
+def _sweep(options: argparse.Namespace, rest: list[str]) -> int:
+    values, faults = flags.given(options, rest)
+    if ranks.started():
+        raise ConfigError(["torchrun is for one run: start fedcog sweep without it."])
+    if options.fedcog or options.algorithm is not None:
+        faults.append("sweep takes --algorithms, not --algorithm or --fedcog.")
+    if not options.algorithms:
+        faults.append("sweep needs at least one algorithm, such as: --algorithms fedavg fedprox fedcog.")
+    if values.get("validation") == 0:
+        faults.append(f"trials are judged by what is held out: set --validation above 0, such as {sweep.SHARE:g}.")
+    experiments = _methods(options, values, faults)
+    offered = dict[str, Any]()
+    if options.space is None:
+        faults.append("sweep needs to know what may be chosen: --space FILE.toml, with lists or ranges for settings.")
+    else:
+        try:
+            offered = read_toml(options.space)
+        except ConfigError as error:
+            faults += error.faults
+    seeds, trial_seeds = _seeds(options.seeds, faults), _seeds(options.trial_seeds, faults)
+    if faults:
+        raise ConfigError(faults)
+    seed = int(values.get("seed", 0))
+    how = offered, options.search, options.trials, seed, trial_seeds, seeds
+    what = sweep.planned(experiments, *how)
+    if unready := check_ready(experiments[0]):
+        raise ConfigError(unready)
+    _prepare(experiments[0])
+    out = Path(options.out or Path("runs") / f"sweep-{experiments[0].dataset}")
+    record.check_writable(out, "--out")
+    left = sweep.Sweep(what, out).left()
+    with console.Progress(what.rounds, what.rounds - left, options.style) as progress:
+        console.sweeping(what, out, options.style)
+        with _onward(_command(options)):
+            found = sweep.sweep(
+                experiments,
+                offered,
+                out,
+                search=options.search,
+                trials=options.trials,
+                seed=seed,
+                trial_seeds=trial_seeds,
+                seeds=seeds,
+                watch=progress.advance,
+                stopping=progress.stopping,
+                command=_command(options),
+            )
+    console.tuned(what, found, options.style)
+    console.say(f"report: {out / 'report.html'}, and every trial in {out / 'sweep.md'}", options.style)
+    lost = [run for one in found for run in one.runs if run.diverged]
+    console.faults([f"{name_of(one.experiment.algorithm)}, seed {one.experiment.seed}: {one.diverged}" for one in lost])
+    return 1 if lost else 0
+
+
+def _methods(options: argparse.Namespace, values: dict[str, Any], faults: list[str]) -> list[Experiment]:
+    """An experiment of each algorithm that was named; what is wrong with one is added to the faults, once."""
+    found, wrong = list[Experiment](), list[str]()
+    for name in dict.fromkeys(options.algorithms or []):
+        try:
+            found.append(read_experiment(values | {"algorithm": name}, known=options.known))
+        except ConfigError as error:
+            wrong += [fault for fault in error.faults if fault not in wrong]
+    faults += wrong
+    return found
 
 
 def _recorded(path: Path) -> int:
@@ -471,6 +533,23 @@ def _parser(algorithms: Mapping[str, type[Algorithm]]) -> argparse.ArgumentParse
     several.add_argument("--out", metavar="DIR", help="where the runs go (default: runs/compare-DATASET)")
     _add_track(several)
     flags.add_experiment(several, algorithms)
+
+    words = "tune several algorithms by as many trials each, and try what is chosen on the test set"
+    fair = _command_parser(commands, "sweep", _sweep, words, "[FILE.toml]")
+    fair.add_argument("--algorithms", nargs="+", metavar="NAME", help="such as: fedavg fedprox fedprox+fedcog")
+    fair.add_argument(
+        "--space", metavar="SPACE.toml", help="what may be chosen: settings with lists or ranges of values"
+    )
+    fair.add_argument("--search", choices=list(get_args(Search)), default="random", help="default: random")
+    fair.add_argument("--trials", type=int, default=8, metavar="N", help="trials of each algorithm (default: 8)")
+    fair.add_argument(
+        "--trial-seeds", nargs="+", metavar="SEED", default=["100"], help="seeds of every trial (default: 100)"
+    )
+    fair.add_argument(
+        "--seeds", nargs="+", metavar="SEED", default=["0", "1", "2"], help="seeds of what is chosen (default: 0 1 2)"
+    )
+    fair.add_argument("--out", metavar="DIR", help="where all goes, and is gone on with (default: runs/sweep-DATASET)")
+    flags.add_experiment(fair, algorithms)
 
     look = _command_parser(commands, "report", _report, "make one page of the runs in some directories")
     look.add_argument("directories", nargs="+", metavar="DIR", help="a run, or a folder with runs anywhere below")

@@ -19,7 +19,7 @@ from fedcog import streams, tree
 from fedcog.algorithms import Algorithm, Batch, FedCOG, Site
 from fedcog.federation.course import autograd
 from fedcog.generators import usable
-from fedcog.models import Model, ModelError
+from fedcog.models import TOKENS, Model, ModelError
 from fedcog.settings import ConfigError, read
 from fedcog.task import task_of
 from fedcog.tree import Params, State
@@ -94,6 +94,8 @@ def generate(
         raise ConfigError(faults)
     cog, shape = replace(FedCOG(Given(), **known), start_round=0), tuple(input_shape)
     model = Model(global_model, shape, len(counts), trained=False)
+    if not model.smooth:
+        raise ModelError(f"the global model's outputs have no gradient with respect to its inputs. {TOKENS}")
     some = next(iter(model.params.values()))
     if own:
         model.generator = usable(module, cog.noise, shape).to(some)

@@ -19,8 +19,9 @@ from rich.table import Table
 from torch import Tensor
 
 from fedcog.data import SOURCES, sources
+from fedcog.data.borrowed import BORROWED
 from fedcog.data.partition import KINDS, PARTITIONS, natural
-from fedcog.experiments import summary
+from fedcog.experiments import summary, tuning
 from fedcog.experiments.catalogue import catalogue as measured
 from fedcog.experiments.config import Experiment, layers, name_of, own_settings
 from fedcog.experiments.doctor import Part
@@ -28,7 +29,9 @@ from fedcog.experiments.export import Exported
 from fedcog.experiments.plan import Done
 from fedcog.experiments.run import Run
 from fedcog.experiments.study import Study
-from fedcog.experiments.theory import Finding, Plan
+from fedcog.experiments.sweep import Plan, Tuned
+from fedcog.experiments.theory import Finding
+from fedcog.experiments.theory import Plan as Theory
 from fedcog.models import MODELS
 from fedcog.task import MEASURES, measure_of
 
@@ -129,6 +132,9 @@ class Progress:
         run = f"{name_of(what.algorithm)} seed {what.seed}"
         measure = measure_of(line)
         score = f"{MEASURES[measure]} {100 * line[measure]:.2f}%" if line.get(measure) is not None else ""
+        for name, words in MEASURES.items() if not what.evaluate_test else ():
+            held_out = line.get(f"validation_{name}")
+            score = score if held_out is None else f"{words} in validation {100 * held_out:.2f}%"
         if self.style == "quiet":
             return
         if _lively(self.style):
@@ -203,6 +209,33 @@ def comparison(experiments: Sequence[Experiment], seeds: Sequence[int], out: Any
         experiment(one, f"{out}/{name_of(one.algorithm)}/seed-N", style, seeds)
 
 
+def sweeping(plan: Plan, out: Any, style: Style) -> None:
+    """What is to be tuned, and how."""
+    names = ", ".join(name_of(one.algorithm) for one in plan.experiments)
+    say(f"tuning {names}: {plan.trials} trials each ({plan.search}, seed {plan.seed})", style)
+    for name, one in plan.space.items():
+        say(f"  {name}: {one.words()}", style)
+    for each in plan.experiments:
+        experiment(each, out, style, plan.trial_seeds)
+
+
+def tuned(plan: Plan, found: Sequence[Tuned], style: Style) -> None:
+    """What was chosen for each method, and how that does on the test set."""
+    grid = tuning.chosen(found)
+    if style == "plain":
+        for row in grid.rows:
+            say("; ".join(f"{head} {cell}" for head, cell in zip(grid.heads, row, strict=True)), style)
+    elif style != "quiet":
+        table = Table(title="in %, test as mean ± standard deviation over seeds", title_justify="left")
+        for place, head in enumerate(grid.heads):
+            table.add_column(head, justify="left" if place < 2 else "right")
+        for row in grid.rows:
+            table.add_row(*(escape(cell) for cell in row))
+        _out.print(table)
+    for sentence in tuning.words(plan, found):
+        say(sentence, style)
+
+
 def _warnings(what: Experiment) -> list[str]:
     found = []
     for name, layer in layers(what.algorithm):
@@ -210,6 +243,8 @@ def _warnings(what: Experiment) -> list[str]:
             found.append(f"{name} is about the clients' own models, and they are not evaluated (--evaluate-local).")
     if what.privacy == "off" and (what.dp_clip, what.dp_noise, what.dp_delta) != (1.0, 1.0, 1e-5):
         found.append("dp_clip, dp_noise and dp_delta do nothing without --privacy central or local.")
+    if what.partition_args and what.partition not in BORROWED:
+        found.append("partition_args does nothing without --partition flwr-shard or flwr-pathological.")
     if what.selection == "uniform" and (what.candidates or what.choice_loss != "all"):
         found.append("candidates and choice_loss do nothing without --selection power-of-choice.")
     for name, layer in layers(what.algorithm):
@@ -333,6 +368,9 @@ def partitions() -> None:
     for kind in KINDS:
         text = (PARTITIONS.get(kind, natural).__doc__ or "").strip().splitlines()[0]
         table.add_row(kind, text, uses.get(kind, ""))
+    for kind, one in BORROWED.items():
+        more = " --partition-args" if one.more else ""
+        table.add_row(kind, f"{one.words} (flwr-datasets' {one.partitioner})", one.uses + more)
     table.add_row("given", "As `indices` per client say, with your own data.", "")
     _out.print(table)
 
@@ -349,7 +387,7 @@ def data_sets(data_dir: str | None) -> None:
     _out.print(table)
 
 
-def theory(found: Finding, plan: Plan) -> None:
+def theory(found: Finding, plan: Theory) -> None:
     """The theorem's constants, its largest step and its bound, beside what was measured."""
     known, convex = found.constants, found.network == "linear"
     what = "linear model (convex)" if convex else "small network"

@@ -16,6 +16,8 @@ from fedcog.resnet import resnet18, resnet18_gn
 from fedcog.tree import Params
 from fedcog.widths import Uncuttable, held
 
+TOKENS = "Inputs are continuous here, and token numbers are not: give embedded tokens, as floats."
+
 
 class ModelError(Exception):
     """A network that cannot be federated: says which part, why, and what to do."""
@@ -150,6 +152,16 @@ class Model:
                 name: masks[name] if masks else torch.ones_like(value) for name, value in weights.items()
             }
         return self._held[width]
+
+    @property
+    def smooth(self) -> bool:
+        """Do its outputs have a gradient with respect to its inputs? Those of a network of tokens have none."""
+        inputs = next(iter(self.params.values())).new_zeros(2, *self.input_shape).requires_grad_()
+        with torch.enable_grad():
+            outputs = self.predict(
+                {name: value.detach() for name, value in (self.params | self.buffers).items()}, inputs
+            )
+        return outputs.requires_grad and torch.autograd.grad(outputs.sum(), inputs, allow_unused=True)[0] is not None
 
     @property
     def cost(self) -> int:
@@ -323,7 +335,9 @@ def _trial(module: nn.Module, inputs: Tensor, classes: int) -> Tensor:
     try:
         outputs = module(inputs)
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise ModelError(f"the network does not take inputs of shape {shape}: {error}") from error
+        tokens = any(isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in module.modules())
+        why = f"{error}. {TOKENS}" if tokens else str(error)
+        raise ModelError(f"the network does not take inputs of shape {shape}: {why}") from error
     wanted = (shape[0], classes)
     if not isinstance(outputs, Tensor) or outputs.shape != wanted or not outputs.is_floating_point():
         shown = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__

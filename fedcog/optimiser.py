@@ -37,7 +37,10 @@ class Optimiser:
         return Motion(tree.zeros(params), second, torch.zeros((), dtype=torch.int64, device=device))
 
     def step(self, params: Params, grads: Params, motion: Motion, lr: Tensor) -> tuple[Params, Motion]:
-        """The parameters one step of length `lr` further, and what is remembered of it."""
+        """The parameters one step of length `lr` further, and what is remembered of it.
+
+        Of several models stacked, `lr` is one for all, or one for each.
+        """
         now, slopes = list(params.values()), [grads[name] for name in params]
         if self.weight_decay and self.kind != "adamw":
             slopes = list(torch._foreach_add(slopes, now, alpha=self.weight_decay))
@@ -45,7 +48,7 @@ class Optimiser:
         remembered = dict(zip(params, first, strict=True)), dict(zip(motion.second, second, strict=True))
         return dict(zip(params, moved, strict=True)), Motion(*remembered, motion.step + 1)
 
-    def length(self, steps: Tensor, lr: float) -> Tensor:
+    def length(self, steps: Tensor, lr: float | Tensor) -> Tensor:
         """How far a constant gradient of 1 would move a parameter in so many steps, momentum included."""
         steps, m = steps.double(), self.momentum
         if self.kind != "sgd" or not m:
@@ -55,18 +58,25 @@ class Optimiser:
     def _sgd(self, now: list[Tensor], slopes: list[Tensor], motion: Motion, lr: Tensor) -> Moved:
         before = list(motion.first.values())
         first = torch._foreach_add(slopes, before, alpha=self.momentum) if self.momentum else slopes
-        return torch._foreach_sub(now, torch._foreach_mul(first, lr)), first, []
+        return torch._foreach_sub(now, _times(first, lr)), first, []
 
     def _adam(self, now: list[Tensor], slopes: list[Tensor], motion: Motion, lr: Tensor) -> Moved:
         beta1, beta2, epsilon, step = 0.9, 0.999, 1e-8, (motion.step + 1).double()
         if self.kind == "adamw" and self.weight_decay:
-            now = list(torch._foreach_mul(now, 1 - lr * self.weight_decay))
+            now = _times(now, 1 - lr * self.weight_decay)
         first = torch._foreach_lerp(list(motion.first.values()), slopes, 1 - beta1)
         second = torch._foreach_mul(list(motion.second.values()), beta2)
         second = torch._foreach_add(second, torch._foreach_mul(slopes, slopes), alpha=1 - beta2)
         size = torch._foreach_mul(torch._foreach_sqrt(second), (1 - beta2**step).rsqrt().to(lr.dtype))
         way = torch._foreach_div(first, torch._foreach_add(size, epsilon))
-        return torch._foreach_sub(now, torch._foreach_mul(way, (lr / (1 - beta1**step)).to(lr.dtype))), first, second
+        return torch._foreach_sub(now, _times(way, (lr / (1 - beta1**step)).to(lr.dtype))), first, second
+
+
+def _times(values: list[Tensor] | tuple[Tensor, ...], factor: Tensor) -> list[Tensor]:
+    """Values times a factor: one for all, or along their first axis one for each."""
+    if not factor.dim():
+        return list(torch._foreach_mul(values, factor))
+    return list(torch._foreach_mul(values, [factor.reshape(-1, *[1] * (value.dim() - 1)) for value in values]))
 
 
 _MOVES: dict[Kind, Callable[..., Moved]] = {

@@ -3,11 +3,13 @@
 import shutil
 import subprocess
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from fedcog.algorithms import ALGORITHMS
 from fedcog.cli import main
+from fedcog.experiments.config import Partition
 
 CASES = {
     "fedcog exp": "export",
@@ -16,9 +18,11 @@ CASES = {
     "fedcog data get digits --d": "--data-dir",
     "fedcog deploy in": "init",
     "fedcog run --resu": "--resume",
-    "fedcog run --partition ": "dirichlet given iid label-quantity label-skew natural quantity",
+    "fedcog run --partition ": " ".join(sorted(get_args(Partition))),
     "fedcog run mine.toml --rounds 3 --algorithm ditt": "ditto",
     "fedcog compare --algorithms ": " ".join(sorted(ALGORITHMS)),
+    "fedcog sweep --search ": "grid optuna random",
+    "fedcog sweep --trial-": "--trial-seeds",
     "fedcog run --fedcog.lambda-d": "--fedcog.lambda-dis",
     "fedcog run --dataset mos": "mosaics",
     "fedcog run --track ": "mlflow tensorboard wandb",

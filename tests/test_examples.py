@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fedcog.experiments import space
 from fedcog.experiments.config import read_experiment, read_toml
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -27,6 +28,9 @@ def test_programs(path: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.name)
 def test_settings(path: Path) -> None:
     values = read_toml(path)
+    if path.name == "space.toml":
+        assert list(space.read(values)) == ["lr", "fedprox.mu", "fedcog.lambda_dis"]
+        return
     algorithm = "fedcog" if "fedcog" in values else "fedavg"
     read_experiment(values | {"algorithm": algorithm})
 

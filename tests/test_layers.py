@@ -72,7 +72,7 @@ def test_the_data_room_knows_only_torch_numpy_streams_and_pictures() -> None:
         inside = {one for one in imports(path) if one.startswith("fedcog.") and not one.startswith("fedcog.data")}
         assert inside <= {"fedcog.streams", "fedcog.pictures"}, path
         outside = {one.split(".")[0] for one in imports(path)} - {"fedcog", "__future__"} - sys.stdlib_module_names
-        assert outside <= {"torch", "numpy", "sklearn", "PIL", "h5py"}, path
+        assert outside <= {"torch", "numpy", "sklearn", "PIL", "h5py", "flwr_datasets", "datasets"}, path
 
 
 @pytest.mark.parametrize(
@@ -90,6 +90,9 @@ def test_the_data_room_knows_only_torch_numpy_streams_and_pictures() -> None:
         ("h5py", {"fedcog.data.hdf5"}),
         *((name, {f"fedcog.experiments.track.{name}"}) for name in ("tensorboard", "mlflow")),
         ("wandb", {"fedcog.experiments.track.wandb", "fedcog.experiments.track.offline"}),
+        ("flwr_datasets", {"fedcog.data.borrowed"}),
+        ("datasets", {"fedcog.data.borrowed"}),
+        ("optuna", {"fedcog.experiments.search"}),
         ("pickle", set()),
     ],
 )
@@ -113,6 +116,7 @@ def test_no_algorithm_knows_an_optimiser_a_client_axis_or_a_loss_of_its_own() ->
 
 
 def test_importing_fedcog_loads_neither_matplotlib_nor_scikit_learn() -> None:
-    check = "import sys, fedcog; print([m for m in ('matplotlib', 'sklearn', 'rich', 'PIL') if m in sys.modules])"
+    heavy = ("matplotlib", "sklearn", "rich", "PIL", "optuna", "datasets")
+    check = f"import sys, fedcog; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "[]"

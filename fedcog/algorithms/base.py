@@ -116,6 +116,7 @@ class Algorithm:
 
     uplink: ClassVar[Uplink] = "sum"  # "each": the payload's "each" reaches the server client by client, not as a sum
     needs_head: ClassVar[bool] = False  # does it look at features, or at the last layer?
+    optimises_inputs: ClassVar[bool] = False  # does it follow gradients of networks with respect to their inputs?
     personalises: ClassVar[bool] = False  # is the clients' own model what it is about?
     one_label: ClassVar[str] = ""  # why an example must have one label and no more, if it must
     local: ClassVar[tuple[str, ...]] = ()  # settings that may be other at clients of another kind of device

@@ -33,6 +33,7 @@ class FedCOG(Wrapper):
     of a file, one of your own with its own.
     """
 
+    optimises_inputs: ClassVar[bool] = True
     local: ClassVar[tuple[str, ...]] = (
         *("count", "steps", "lambda_dis", "lambda_bn", "lr", "source", "labels", "supervision", "weighting"),
         *("lambda_kd", "generator", "noise", "start_round", "generation_batch"),

@@ -24,6 +24,7 @@ class FedReg(Algorithm):
     ones. (Pseudo inputs that near to the real ones forbid to learn from these: on digits nothing was learnt.)
     """
 
+    optimises_inputs: ClassVar[bool] = True
     one_label: ClassVar[str] = (
         "fedreg moves examples out of their class, and one of several labels has no class to leave: its authors define "
         "it for one label, and the paper has no number of it for more."

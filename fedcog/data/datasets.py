@@ -161,7 +161,7 @@ def _example_faults(part: str, x: Tensor, y: Tensor, classes: int) -> Iterator[s
         if not bool(x.isfinite().all()):
             yield f"{part}_x holds NaN or infinity: clean it first"
     elif x.dtype != torch.uint8:
-        yield f"{part}_x is {_form(x)}: give uint8 images [n, C, H, W], or floats of any shape"
+        yield f"{part}_x is {_form(x)}: give uint8 images [n, C, H, W], or floats of any shape (tokens embedded)"
 
 
 def from_arrays(

@@ -1,30 +1,14 @@
 """How a training set is shared out among clients."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedcog import streams
+from fedcog.data.borrowed import BORROWED, borrow
+from fedcog.data.rules import Indices, PartitionError, Rule, check_sizes
 
-Indices = NDArray[np.int64]
 REDRAWS = 1000
-
-
-class PartitionError(Exception):
-    """A way of sharing out that cannot work: says which setting is to blame, and what to do."""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """The settings of a partition; each kind reads those it needs."""
-
-    clients: int
-    beta: float = 0.1
-    balance: bool = True
-    classes_per_client: int = 2
-    min_examples: int = 10
 
 
 def split(kind: str, labels: Indices, users: Indices | None, rule: Rule, seed: int) -> list[Indices]:
@@ -42,7 +26,7 @@ def split(kind: str, labels: Indices, users: Indices | None, rule: Rule, seed: i
                 f"partition '{kind}' shares out class by class, and an example here may have several labels: choose "
                 "iid, quantity or natural."
             )
-        shares = PARTITIONS[kind](labels, rule, seed)
+        shares = borrow(kind, labels, rule, seed) if kind in BORROWED else PARTITIONS[kind](labels, rule, seed)
     return [np.sort(share) for share in shares]
 
 
@@ -113,7 +97,7 @@ def _to_holders(
 def label_skew(labels: Indices, rule: Rule, seed: int) -> list[Indices]:
     """Classes in groups of `classes_per_client`, one group a client, groups shared out evenly (the paper's NIID-2)."""
     shares = _to_holders(labels, _groups(labels, rule, "label-skew"), rule, _generator(seed, 0), np.array_split)
-    _check_sizes(shares, rule, "label-skew", "lower --clients or --min-examples")
+    check_sizes(shares, rule, "label-skew", "lower --clients or --min-examples")
     return shares
 
 
@@ -171,7 +155,7 @@ PARTITIONS: dict[str, Callable[[Indices, Rule, int], list[Indices]]] = {
     "quantity": quantity,
 }
 KINDS = (*PARTITIONS, "natural")
-BY_LABEL = ("dirichlet", "label-skew", "label-quantity")
+BY_LABEL = ("dirichlet", "label-skew", "label-quantity", *(name for name, one in BORROWED.items() if one.by_label))
 
 
 def _generator(seed: int, attempt: int) -> np.random.Generator:
@@ -193,12 +177,3 @@ def _redraw(
         f"{what} over {rule.clients} clients left some client fewer than {rule.min_examples} examples in all {REDRAWS} "
         f"draws (at best {best}): {remedy}."
     )
-
-
-def _check_sizes(shares: list[Indices], rule: Rule, what: str, remedy: str) -> None:
-    smallest = min(len(share) for share in shares)
-    if smallest < rule.min_examples:
-        raise PartitionError(
-            f"{what} over {rule.clients} clients leaves one with {smallest} examples, fewer than {rule.min_examples}: "
-            f"{remedy}."
-        )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedcog import streams
 from fedcog.data.datasets import Dataset
-from fedcog.data.partition import PartitionError
+from fedcog.data.rules import PartitionError
 
 Shift = Literal["none", "rotation", "noise", "colour"]
 Draw = np.random.Generator

@@ -12,12 +12,27 @@ from typing import Any, Literal
 
 from fedcog import data, settings
 from fedcog.algorithms import ALGORITHMS, Algorithm, FedCOG, HeteroFL, Wrapper
+from fedcog.data import borrowed
 from fedcog.data.shifts import Shift
 from fedcog.experiments import devices
 from fedcog.federation.devices import Device
 from fedcog.models import MODELS
 from fedcog.optimiser import Kind
 from fedcog.settings import ConfigError, setting
+
+Ours = Literal["iid", "dirichlet", "label-skew", "label-quantity", "quantity", "natural", "given"]
+Flower = Literal[
+    "flwr-dirichlet",
+    "flwr-inner-dirichlet",
+    "flwr-pathological",
+    "flwr-shard",
+    "flwr-iid",
+    "flwr-linear",
+    "flwr-square",
+    "flwr-exponential",
+]
+Partition = Literal[Ours, Flower]
+"""The ways to share examples out: ours, and those that are flwr-datasets'."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +59,17 @@ class Experiment:
 
     dataset: str = setting("digits", "data set: see `fedcog list`")
     data_dir: str = setting("", "folder with the data sets (else $FEDCOG_DATA, else ~/.cache/fedcog)", identity=False)
-    partition: Literal["iid", "dirichlet", "label-skew", "label-quantity", "quantity", "natural", "given"] = setting(
-        "dirichlet", "how the training set is shared out among clients"
+    partition: Partition = setting(
+        "dirichlet", "how the training set is shared out among clients; fedcog list partitions"
     )
     clients: int = setting(10, "number of clients", ">= 1")
     beta: float = setting(0.1, "dirichlet, quantity, label-quantity: concentration; small is very unequal", "> 0")
     balance: bool = setting(True, "dirichlet: a client holding its even share gets no more of the next class")
     classes_per_client: int = setting(2, "label-skew, label-quantity: classes each client holds", ">= 1")
     min_examples: int = setting(10, "examples that every client must hold at least", ">= 1")
+    partition_args: str = setting(
+        "", "flwr-shard, flwr-pathological: more arguments of theirs, such as 'shard_size=50'"
+    )
     partition_seed: int = setting(-1, "seed of the partition; -1: the same as --seed", ">= -1")
     shift: Shift = setting("none", "what sets clients' inputs apart: each has its own angle, noise or tint")
     shift_strength: float = setting(0.5, "how far: a share of half a turn, or of the range of values", ">= 0", "<= 1")
@@ -89,6 +107,7 @@ class Experiment:
     )
     evaluate_every: int = setting(1, "rounds between evaluations; the last is always evaluated", ">= 1")
     evaluate_local: bool = setting(True, "evaluate the clients' local models too")
+    evaluate_test: bool = setting(True, "evaluate on the test set; if not, on what is held out for validation alone")
     checkpoint_every: int = setting(1, "rounds between checkpoints", ">= 1", identity=False)
     device: str = setting("auto", "where to compute: auto, cpu, cuda, cuda:1, ...", identity=False)
     mapping: Literal["auto", "loop", "vmap", "graph"] = setting(
@@ -143,6 +162,15 @@ class Experiment:
                 )
         if self.pretrained_generator and generating(self.algorithm).generator == "none":
             faults.append("pretrained_generator is for FedCOG with a generator: set --fedcog.generator conv.")
+        try:
+            borrowed.arguments(str(self.partition), str(self.partition_args))
+        except ValueError as error:
+            faults.append(f"partition_args: {error}.")
+        if not self.evaluate_test and (self.evaluate_local or not self.validation):
+            faults.append(
+                "without the test set there are the examples held out for validation, and clients' local models are "
+                "not tried on those: set --validation 0.2, say, and --no-evaluate-local."
+            )
         if self.privacy != "off":
             faults += self._bars_to_privacy()
         named = [name for name, _ in layers(self.algorithm)]
@@ -217,6 +245,13 @@ class Experiment:
         words = {"dirichlet": beta, "quantity": beta}
         words["label-skew"] = f"label-skew, {self.classes_per_client} classes each"
         words["label-quantity"] = f"label-quantity, {self.classes_per_client} classes each, beta {self.beta:g}"
+        for name, one in borrowed.BORROWED.items():
+            more = [f"beta {self.beta:g}"] if "--beta" in one.uses else []
+            more += [f"{self.classes_per_client} classes each"] if name == "flwr-pathological" else []
+            more += (
+                [f"{self.classes_per_client} shards each"] if name == "flwr-shard" and not self.partition_args else []
+            )
+            words[name] = ", ".join([name, *more, *self.partition_args.split()])
         return words.get(self.partition, self.partition)
 
     def telling(self) -> dict[str, Any]:

@@ -34,6 +34,8 @@ EXTRAS = {
     "dp-accounting": ("dp_accounting", "privacy", "--privacy"),
     "h5py": ("h5py", "flair", "FLAIR as .hdf5"),
     "onnx": ("onnx", "onnx", "fedcog export --format onnx"),
+    "flwr-datasets": ("flwr_datasets", "flwr-datasets", "--partition flwr-..."),
+    "optuna": ("optuna", "optuna", "fedcog sweep --search optuna"),
     "onnxscript": ("onnxscript", "onnx", "fedcog export --format onnx"),
     "tensorboard": ("tensorboard", "tensorboard", "--track tensorboard"),
     "mlflow-skinny": ("mlflow", "mlflow", "--track mlflow"),

@@ -12,6 +12,9 @@ from fedcog.experiments.record import RecordError, RunDirectory
 from fedcog.experiments.results import Job, Results
 from fedcog.experiments.study import Cell, Study
 
+ABREAST = 16
+"""Runs that train as one, at most."""
+
 
 class Done(NamedTuple):
     """How much of a study is done."""
@@ -52,20 +55,24 @@ def status(studies: Sequence[Study], results: Results, datasets: Sequence[str] =
 
 
 def stacks(all_: Sequence[Job]) -> list[list[Job]]:
-    """Work that is done in one go: runs that differ in seed and partition alone, where that is faster; else each."""
+    """Work that is done in one go: runs that differ in seed, partition and learning rate alone, where that is faster.
+
+    All else is done one by one. No more than ABREAST go together, for each keeps what it trains on at hand.
+    """
     found: dict[object, list[Job]] = {}
     for one in all_:
         mates = _mates(one) if stacked(one.experiment) and not one.probe else one
         found.setdefault(mates, []).append(one)
-    return list(found.values())
+    return [some[at : at + ABREAST] for some in found.values() for at in range(0, len(some), ABREAST)]
 
 
 def _mates(one: Job) -> object:
-    """What runs that train as one have in common: all but their seed, and who holds what."""
+    """What runs that train as one have in common: all but their seed, who holds what, and their learning rate."""
 
     def common(experiment: Experiment) -> Experiment:
         usual = Experiment(dataset=experiment.dataset)
-        names = ("seed", "partition", "beta", "classes_per_client", "partition_seed", "clients", "participation")
+        names = ["seed", "partition", "beta", "classes_per_client", "partition_seed", "clients", "participation"]
+        names += ["partition_args", "lr", "lr_decay"]
         return dataclasses.replace(experiment, **{name: getattr(usual, name) for name in names})
 
     return common(one.experiment), one.start and common(one.start)

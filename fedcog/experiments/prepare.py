@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fedcog.data import DataError, Dataset, FederatedData, partition, shifts, sources
-from fedcog.data.partition import Rule
+from fedcog.data.rules import Rule
 from fedcog.experiments.config import Experiment, Recorded, RecordedWrapper, generating, layers, name_of
 from fedcog.experiments.pretrained import pretrained, ready_generator
 from fedcog.federation import evaluate, graphs
@@ -24,7 +24,7 @@ from fedcog.federation.privacy import Privacy
 from fedcog.federation.rounds import Schedule, round_half_up
 from fedcog.federation.selection import PowerOfChoice, Selection, Uniform
 from fedcog.federation.simulation import Simulation
-from fedcog.models import Model, build
+from fedcog.models import TOKENS, Model, build
 from fedcog.optimiser import Optimiser
 from fedcog.settings import ConfigError
 from fedcog.task import Measure, task_of
@@ -143,6 +143,14 @@ class Prepared:
                     "nn.Linear, called once and last, whose weights are its own. Change the network, or the algorithm."
                 ]
             )
+        wanting = ", ".join(name for name, layer in layers(experiment.algorithm) if layer.optimises_inputs)
+        if wanting and not self.model.smooth:
+            raise ConfigError(
+                [
+                    f"{wanting} optimises inputs, and this network's outputs have no gradient with respect to its own. "
+                    f"{TOKENS} Or choose another algorithm."
+                ]
+            )
         self.server = self.backend.begin(experiment.algorithm)
 
     def _generator(self, own: nn.Module | None) -> nn.Module | None:
@@ -181,12 +189,12 @@ class Prepared:
     def hits(self, server: State) -> Params:
         """How the server's model does by class, on the test set and on what is held out for validation; its marks."""
         data, weights = self.data, self.experiment.algorithm.server_model(server)
-        sets = {"test": (data.test_x, data.test_y)}
+        sets = {"test": (data.test_x, data.test_y)} if self.experiment.evaluate_test else {}
         if len(data.validation):
             held_out = data.validation.to(data.train_x.device)
             sets["validation"] = data.train_x[held_out], data.train_y[data.validation]
         marks: Params = {}
-        if self.dataset.several:  # whose marks need all outputs at once
+        if self.dataset.several and "test" in sets:  # whose marks need all outputs at once
             x, y = sets.pop("test")
             logits = evaluate.outputs(self.model, data, weights, x)
             marks = {"test": self.task.hits(logits, y)} | self.task.marks(logits, y)
@@ -196,7 +204,8 @@ class Prepared:
     def scores(self, hits: Params) -> dict[str, float]:
         """Its scores on the test set, and on the held-out validation examples where there are any."""
         found = {name: float(value) for name, value in hits.items() if name not in ("test", "validation")}
-        found[self.measure] = self.task.score(hits["test"], self.backend.totals)
+        if "test" in hits:
+            found[self.measure] = self.task.score(hits["test"], self.backend.totals)
         if "validation" in hits:
             totals = self.task.counts(self.data.train_y[self.data.validation]).cpu()
             found[f"validation_{self.measure}"] = self.task.score(hits["validation"], totals)
@@ -264,7 +273,12 @@ def share_out(experiment: Experiment, dataset: Dataset) -> list[Tensor]:
             raise ConfigError(["partition 'given' is for your own data with `indices` per client: choose another."])
         return list(dataset.indices)
     rule = Rule(
-        experiment.clients, experiment.beta, experiment.balance, experiment.classes_per_client, experiment.min_examples
+        experiment.clients,
+        experiment.beta,
+        experiment.balance,
+        experiment.classes_per_client,
+        experiment.min_examples,
+        experiment.partition_args,
     )
     users = None if dataset.users is None else dataset.users.numpy()
     shares = partition.split(experiment.partition, dataset.train_y.numpy(), users, rule, _seed(experiment))

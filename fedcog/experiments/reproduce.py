@@ -4,10 +4,12 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from torch import nn
 
 from fedcog.data import DataError, Dataset, PartitionError, sources
-from fedcog.experiments.config import Experiment, name_of
+from fedcog.experiments.config import Experiment, generating, name_of
 from fedcog.experiments.plan import known, stacks
 from fedcog.experiments.prepare import find_device, surroundings
 from fedcog.experiments.probes import measure
@@ -60,7 +62,7 @@ class Deadline:
 
 
 class Queue:
-    """Work on its way into a folder of results."""
+    """Work on its way into a folder of results; `data`, `model` and `generator` are your own, as in `run`."""
 
     def __init__(
         self,
@@ -71,8 +73,12 @@ class Queue:
         stopping: Callable[[], bool] | None = None,
         say: Callable[[str], None] = lambda text: None,
         command: str | None = None,
+        data: Dataset | None = None,
+        model: nn.Module | None = None,
+        generator: nn.Module | None = None,
     ) -> None:
         self.results, self.say, self.command = results, say, command
+        self._own, self._generator = {"data": data, "model": model}, generator
         self.deadline = Deadline(budget) if budget is not None else None
         self._watch, self._asked = watch, stopping
         self._shelf: tuple[str, Dataset] | None = None
@@ -151,13 +157,16 @@ class Queue:
         self.say(f"{name_of(first.algorithm)} on {first.dataset}, {_who(stack)}")
         if self.deadline:
             self.deadline.begin()
-        data = self._loaded(first)
+        own: dict[str, Any] = {"loaded": self._loaded(first)} if self._own["data"] is None else {}
+        own |= self._own
+        if generating(first.algorithm).generator == "custom":
+            own |= {"generator": self._generator}
         with surroundings(first.threads, first.tf32):
             running = [
                 carry_out(
                     one.experiment,
                     self.results.run_directory(one),
-                    loaded=data,
+                    **own,
                     resume=True,
                     watch=self._told,
                     stopping=self._stopping,

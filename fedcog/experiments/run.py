@@ -122,7 +122,7 @@ def run(
         )
     if ranks.follows():
         with surroundings(experiment.threads, experiment.tf32):
-            experiment = _with_own(experiment, data, model)
+            experiment = with_own(experiment, data, model)
             lines = followed(Prepared(experiment, data, model, generator))
             return Run(Path(out or default_out(experiment)), experiment, lines)
     with surroundings(experiment.threads, experiment.tf32):
@@ -158,7 +158,7 @@ def carry_out(
     the data set that the experiment names, where it is at hand. A new run may go on `after` the rounds of a finished
     one.
     """
-    experiment, trackers = _with_own(experiment, data, model), chosen(track)
+    experiment, trackers = with_own(experiment, data, model), chosen(track)
     if flows(experiment) and not remote:
         check_flower(experiment)
         experiment = dataclasses.replace(experiment, backend="flower")
@@ -214,7 +214,7 @@ def carry_out(
         return Run(directory.path, experiment, directory.lines())
 
 
-def _with_own(experiment: Experiment, data: Dataset | None, model: nn.Module | None) -> Experiment:
+def with_own(experiment: Experiment, data: Dataset | None, model: nn.Module | None) -> Experiment:
     """The experiment, saying so where data or network are not those it names."""
     own: dict[str, Any] = {"dataset": "custom"} if data is not None else {}
     own |= {"model": "custom"} if model is not None else {}

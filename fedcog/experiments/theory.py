@@ -16,7 +16,7 @@ from torch.func import grad, jvp, vmap
 
 from fedcog import generation, streams, tree
 from fedcog.data import Dataset, partition
-from fedcog.data.partition import Rule
+from fedcog.data.rules import Rule
 from fedcog.federation.course import autograd
 from fedcog.models import Model
 from fedcog.task import SingleLabel

@@ -19,7 +19,7 @@ from fedcog.federation.course import Course, Members, alone, autograd, functiona
 from fedcog.federation.graphs import BURST, Graphs, in_turn
 from fedcog.federation.memory import clients_that_fit
 from fedcog.federation.outcomes import Outcome, one_after_another
-from fedcog.federation.parties import Party, everybody, outcomes, sent
+from fedcog.federation.parties import Party, everybody, outcomes, rates_of, sent
 from fedcog.federation.payloads import one_alone
 from fedcog.federation.privacy import Privacy
 from fedcog.federation.workers import Duty, Workers
@@ -95,12 +95,15 @@ class Cohort:
 
     @torch.no_grad()
     def train_together(
-        self, algorithm: Algorithm, parties: Sequence[Party], round: int, lr: float, score: bool
+        self, algorithm: Algorithm, parties: Sequence[Party], round: int, rates: Sequence[float], score: bool
     ) -> list[Outcome]:
-        """One round of several federations' clients at once: of the same network and data, but each of its own seed."""
+        """One round of several federations' clients at once: of the same network and data, but each of its own seed.
+
+        Each has its learning rate.
+        """
         ready = [party._replace(shared=party.cohort.unpacked(algorithm, party.shared)) for party in parties]
         with self._together():
-            return self._train_parties(algorithm, ready, round, lr, score)
+            return self._train_parties(algorithm, ready, round, rates, score)
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
@@ -237,11 +240,17 @@ class Cohort:
         self, algorithm: Algorithm, shared: State, members: Members, round: int, lr: float, score: bool, count: int = 1
     ) -> Outcome:
         """One party's round; of its members the first `count` are meant."""
-        done = self._train_parties(algorithm, [Party(self, shared, members)], round, lr, score, count)
+        done = self._train_parties(algorithm, [Party(self, shared, members)], round, [lr], score, count)
         return done[0]
 
     def _train_parties(
-        self, algorithm: Algorithm, parties: Sequence[Party], round: int, lr: float, score: bool, count: int = 0
+        self,
+        algorithm: Algorithm,
+        parties: Sequence[Party],
+        round: int,
+        rates: Sequence[float],
+        score: bool,
+        count: int = 0,
     ) -> list[Outcome]:
         device, dtype, data = self.data.device, self.data.dtype, self.data
         members, numbers = everybody(parties), [party.members.number.reshape(-1) for party in parties]
@@ -251,7 +260,8 @@ class Cohort:
         course = self.course(algorithm, uneven=bool((members.steps != steps).any()), apart=len(parties) > 1)
         members = members._replace(number=members.number.to(device), steps=members.steps.to(device))
         zero = torch.zeros((), dtype=torch.int64, device=device)
-        rate = torch.tensor(lr, dtype=dtype, device=device)
+        lr = rates_of(rates, parties)
+        rate = lr.to(device, dtype)
         fixed: State = {"members": members._asdict(), "shared": sent(parties), "lr": rate, "round": zero + round}
 
         buffers = course.buffers(fixed, zero)
@@ -279,8 +289,8 @@ class Cohort:
             given = fixed | {"plan": part, "staged": staged, "first": zero + first}
             key = "training", algorithm, course.uneven, course.apart
             state = self._repeat(course.advance, key, state, given, times)
-        length = self.optimiser.length(members.steps, lr).to(dtype)
-        done = course.finish(state, fixed, Effort(members.steps, torch.full_like(members.weight, lr), length))
+        length = self.optimiser.length(members.steps, lr.to(device)).to(dtype)
+        done = course.finish(state, fixed, Effort(members.steps, rate.expand_as(members.weight), length))
         loss = state["loss"] / members.steps
         clock.lap("training")
         hits = None

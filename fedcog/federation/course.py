@@ -63,7 +63,8 @@ class Course(NamedTuple):
 
     `fixed` is what does not change in a round: the members, what they were sent ("shared"), the learning rate ("lr"),
     the round, and for training all steps' batches. `uneven` says that some members may be done before others, `apart`
-    that each was sent something of its own: members of several federations are trained at once.
+    that each was sent something of its own: members of several federations are trained at once, and may then have a
+    learning rate each.
     """
 
     model: Model
@@ -84,10 +85,12 @@ class Course(NamedTuple):
         if not self.apart:
             return self.each(lambda member, *rest: function(member, fixed, *rest))(members, *mapped)
 
-        def own(member: Members, shared: State, *rest: Any) -> Any:
-            return function(member, fixed | {"shared": shared}, *rest)
+        theirs = {name: fixed[name] for name in ("shared", "lr") if name == "shared" or fixed[name].dim()}
 
-        return self.each(own)(members, fixed["shared"], *mapped)
+        def own(member: Members, theirs: State, *rest: Any) -> Any:
+            return function(member, fixed | theirs, *rest)
+
+        return self.each(own)(members, theirs, *mapped)
 
     def usual(self, hook: str) -> bool:
         """Does the algorithm leave a hook as it is? Mapping over members what does nothing takes a millisecond."""

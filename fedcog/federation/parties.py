@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+from torch import Tensor
+
 from fedcog import tree
 from fedcog.federation.clock import Clock
 from fedcog.federation.course import Finish, Members
@@ -34,6 +37,14 @@ def sent(parties: Sequence[Party]) -> State:
     if len(parties) == 1:
         return parties[0].shared
     return tree.join([tree.expand(party.shared, len(party.members.number)) for party in parties])
+
+
+def rates_of(each: Sequence[float], parties: Sequence[Party]) -> Tensor:
+    """The learning rate of every member, given each party's; where all are the same, one for all."""
+    if len({*each}) == 1:
+        return torch.tensor(each[0], dtype=torch.float64)
+    sizes = torch.tensor([len(party.members.number) for party in parties])
+    return torch.tensor(each, dtype=torch.float64).repeat_interleave(sizes)
 
 
 def outcomes(

@@ -232,7 +232,7 @@ class Simulation:
 def gather_together(simulations: Sequence[Simulation], algorithm: Algorithm, works: Sequence[Work]) -> list[Gathered]:
     """What each of several simulations would gather, their clients trained as one larger cohort where that fits.
 
-    They are simulations of one experiment that differ in their seed alone, in the same round.
+    They are simulations of one experiment that differ in their seed and learning rate alone, in the same round.
     """
     first, work = simulations[0].cohort, works[0]
     count, kinds = sum(len(one.clients) for one in works), simulations[0].devices
@@ -243,7 +243,9 @@ def gather_together(simulations: Sequence[Simulation], algorithm: Algorithm, wor
             for simulation, one in zip(simulations, works, strict=True)
         ]
         try:
-            done = first.train_together(algorithm, parties, work.round, work.lr, work.before is not None)
+            done = first.train_together(
+                algorithm, parties, work.round, [one.lr for one in works], work.before is not None
+            )
         except torch.cuda.OutOfMemoryError:
             first.shrink(count)
         else:

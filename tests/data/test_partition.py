@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedcog.data import PartitionError
-from fedcog.data.partition import KINDS, Indices, Rule, split
+from fedcog.data.partition import KINDS, split
+from fedcog.data.rules import Indices, Rule
 
 LABELS = np.arange(2000) % 10
 USERS = np.arange(2000) % 37

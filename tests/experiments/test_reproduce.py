@@ -415,3 +415,14 @@ def test_data_sets_that_are_not_here_are_told_before_anything_runs(tmp_path: Pat
 
     with pytest.raises(ConfigError, match=r"cifar100 is not here: fedcog data get cifar100 --data-dir .*\n?"):
         _check_there({"cifar100", "digits"}, str(tmp_path))
+
+
+def test_borrowed_partitions_train_as_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "stacked", lambda experiment: True)
+    usual = jobs(FEW)[0].experiment
+    both = [usual, dataclasses.replace(usual, partition="flwr-shard", partition_args="shard_size=50", lr=0.5)]
+    assert [len(stack) for stack in stacks([Job(one) for one in both])] == [2]
+    assert [len(stack) for stack in stacks([Job(dataclasses.replace(usual, seed=seed)) for seed in range(20)])] == [
+        16,
+        4,
+    ]

@@ -9,6 +9,7 @@ from fedcog import tree
 from fedcog.algorithms import ALGORITHMS, Algorithm, FedAvg, FedCOG
 from fedcog.federation.rounds import Federation
 from fedcog.federation.simulation import gather_together
+from fedcog.optimiser import Kind, Optimiser
 from fedcog.testing import Small, worst
 from fedcog.tree import Params
 
@@ -55,6 +56,34 @@ def test_seeds_trained_together_end_as_alone(name: str, epochs: float) -> None:
             assert line["clients"] == same["clients"]
 
 
+RATES = {3: 0.3, 4: 0.02, 5: 0.1}
+
+
+def rated(algorithm: Algorithm, seed: int, kind: Kind, **how: str) -> Small:
+    """The same with a learning rate of the seed's own."""
+    one = small(algorithm, seed, 0.5, **how)
+    one.schedule = dataclasses.replace(one.schedule, lr=RATES[seed], lr_decay=0.5)
+    one.backend.cohort.optimiser = Optimiser(kind, 0.9, 1e-2)
+    return one
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam", "adamw"])
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "fednova", "fedsam", "moon+fedcog"])
+def test_seeds_of_different_learning_rates_end_as_alone(name: str, kind: Kind) -> None:
+    base, _, wrapped = name.partition("+")
+    algorithm: Algorithm = ALGORITHMS[base]()
+    algorithm = dataclasses.replace(COG, inner=algorithm) if wrapped else algorithm
+    alone, together = ([rated(algorithm, seed, kind) for seed in SIZES] for _ in range(2))
+    for one in alone:
+        one.run()
+    in_step(together)
+    for one, other in zip(alone, together, strict=True):
+        assert worst(end(one), end(other)) < 1e-9
+    same = [small(algorithm, seed, 0.5) for seed in SIZES]
+    in_step(same)
+    assert worst(end(same[0]), end(together[0])) > 1e-4  # it does matter
+
+
 def test_seeds_that_do_not_fit_together_run_apart() -> None:
     alone, together = ([small(FedAvg(), seed, 0.0) for seed in SIZES] for _ in range(2))
     together[0].backend.cohort.limit = 5
@@ -67,9 +96,13 @@ def test_seeds_that_do_not_fit_together_run_apart() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_records_seeds_together() -> None:
-    alone = [small(COG, seed, 0.5) for seed in SIZES]
-    together = [small(COG, seed, 0.5, "graph", "cuda") for seed in SIZES]
+@pytest.mark.parametrize("rates", ["one", "each"])
+def test_a_gpu_records_seeds_together(rates: str) -> None:
+    alone = [small(COG, seed, 0.5) if rates == "one" else rated(COG, seed, "sgd") for seed in SIZES]
+    there = {"mapping": "graph", "device": "cuda"}
+    together = [
+        small(COG, seed, 0.5, **there) if rates == "one" else rated(COG, seed, "sgd", **there) for seed in SIZES
+    ]
     for one in alone:
         one.run()
     in_step(together)

@@ -90,12 +90,13 @@ def curves_figure(
     percent: bool = False,
     whole_range: bool = False,
     marks: Sequence[int] = (),
+    axis: str = "round",
 ) -> Plot:
     """Lines over rounds with their deviation as a band, and a thin upright one before each round in `marks`."""
     names = ["\n".join(wrapped(line.label, int(11 * size[0]))) for line in lines]
     columns = max(1, min(len(names), 4, int(size[0] / (0.085 * max(len(name) for name in names) + 0.6))))
     rows = sum(name.count("\n") + 1 for name in names) / columns
-    about = f"{label} over rounds: {', '.join(line.label for line in lines)}"
+    about = f"{label} over {axis}s: {', '.join(line.label for line in lines)}"
     with drawing_of((size[0], size[1] + 0.17 * (rows - 1)), about) as drawing:
         axes = drawing.figure.subplots()
         factor = 100 if percent else 1
@@ -124,7 +125,7 @@ def curves_figure(
             bottom, top = axes.get_ylim()
             axes.set_ylim(max(bottom, -2), min(top, 102))
         axes.grid(axis="y")
-        axes.set_xlabel("round")
+        axes.set_xlabel(axis)
         axes.set_ylabel(label)
         handles = [Line2D([], [], **stroke(line.look)) for line in lines]
         drawing.figure.legend(handles, names, loc="outside upper left", ncols=columns, borderpad=0, columnspacing=1.5)

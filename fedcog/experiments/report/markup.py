@@ -3,6 +3,7 @@
 import html
 import re
 from collections.abc import Iterable, Sequence
+from importlib import resources
 
 NONE = "\N{EN DASH}"
 
@@ -26,6 +27,19 @@ def listed(values: Iterable[object]) -> str:
 def short(seconds: float) -> str:
     """Seconds in two figures, or whole from 10 on."""
     return f"{seconds:.2g}" if 0.001 <= seconds < 10 else f"{seconds:.0f}"
+
+
+def document(title: str, body: str, script: str = "") -> str:
+    """A page that is whole in itself, with its title as its first heading."""
+    style = resources.files("fedcog.experiments.report").joinpath("style.css").read_text(encoding="utf-8")
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<link rel="icon" href="data:,"><title>{text(title)}</title><style>\n{style}</style></head>\n'
+        f"<body><main><h1>{text(title)}</h1>{body}</main>"
+        + (f"<script>{script}</script>" if script else "")
+        + "</body></html>\n"
+    )
 
 
 def figure(svg: str, caption: str, more: str = "") -> str:

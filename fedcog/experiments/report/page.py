@@ -5,13 +5,12 @@ import math
 import re
 import statistics
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 
 from fedcog.experiments.measures import cost_to
 from fedcog.experiments.report import figures, pictures, provenance, readings, sections
 from fedcog.experiments.report.figures import look
-from fedcog.experiments.report.markup import NONE, figure, key, listed, numbered, short, table, text
+from fedcog.experiments.report.markup import NONE, document, figure, key, listed, numbered, short, table, text
 from fedcog.experiments.report.readings import Federation
 from fedcog.experiments.run import Run, read
 from fedcog.experiments.summary import Group, group, spread
@@ -50,17 +49,10 @@ def page(paths: Sequence[Path], *, title: str | None = None, target: float | Non
     ]
     links = "".join(f'<a href="#{name}">{heading}</a>' for name, heading, _ in parts)
     body = "".join(f'<section id="{name}"><h2>{heading}</h2>{content}</section>' for name, heading, content in parts)
-    style = resources.files("fedcog.experiments.report").joinpath("style.css").read_text(encoding="utf-8")
     number = itertools.count(1)
     body = re.sub('<svg role="img".*?</svg>', lambda svg: numbered(svg[0], next(number)), body, flags=re.DOTALL)
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{text(title)}</title><style>\n{style}</style></head>\n"
-        f"<body><main><h1>{text(title)}</h1>{_words(groups, runs, federations)}{_faults(groups)}"
-        f"{_results(groups, full, target)}"
-        f'<nav aria-label="Contents">{links}</nav>{body}</main></body></html>\n'
-    )
+    lead = f"{_words(groups, runs, federations)}{_faults(groups)}{_results(groups, full, target)}"
+    return document(title, f'{lead}<nav aria-label="Contents">{links}</nav>{body}')
 
 
 def _words(groups: Sequence[Group], runs: Sequence[Run], federations: Sequence[Federation]) -> str:

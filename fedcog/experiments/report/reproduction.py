@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ from fedcog.experiments import findings, tables
 from fedcog.experiments.paper import studies
 from fedcog.experiments.record import RecordError, write_file
 from fedcog.experiments.report.figures import Curve, Plot, curves_figure, look, partition_figure
-from fedcog.experiments.report.markup import numbered, text
+from fedcog.experiments.report.markup import document, numbered, text
 from fedcog.experiments.report.plots import Beside, beside_figure, clients_figure, lines_figure, pictures_figure
 from fedcog.experiments.results import Results
 from fedcog.experiments.study import Study
@@ -114,14 +113,8 @@ def page(parts: Sequence[Part], results: Results) -> str:
             f'<p class="note">{_inline(part.caption)}</p></section>'
         )
     links = "".join(f'<a href="#{part.study.name}">{text(part.study.title)}</a>' for part in parts)
-    style = resources.files("fedcog.experiments.report").joinpath("style.css").read_text(encoding="utf-8")
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<link rel="icon" href="data:,"><title>The paper, reproduced</title><style>\n{style}</style></head>\n'
-        f"<body><main><h1>The paper, reproduced</h1>{_paragraphs(opening)}<p>{_inline(tables.EXPLAINED)}</p>"
-        f'<nav aria-label="Contents">{links}</nav>{body}</main><script>{SORTING}</script></body></html>\n'
-    )
+    lead = f"{_paragraphs(opening)}<p>{_inline(tables.EXPLAINED)}</p>"
+    return document("The paper, reproduced", f'{lead}<nav aria-label="Contents">{links}</nav>{body}', SORTING)
 
 
 def _tables(study: Study, results: Results) -> str:

@@ -1,0 +1,151 @@
+"""Partitions of flwr-datasets: what its partitioners say, asked by name."""
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+import fedcog
+from fedcog import ConfigError, Experiment, streams
+from fedcog.cli import main
+from fedcog.data import PartitionError, sources
+from fedcog.data.borrowed import BORROWED, arguments
+from fedcog.data.partition import split
+from fedcog.data.rules import Rule
+from fedcog.experiments import config
+from fedcog.experiments.prepare import share_out
+
+DIGITS = sources.load("digits")
+LABELS = DIGITS.train_y.numpy()
+there = pytest.mark.skipif(importlib.util.find_spec("flwr_datasets") is None, reason="needs flwr-datasets")
+
+CALLS: dict[str, dict[str, Any]] = {
+    "flwr-dirichlet": {"num_partitions": 6, "alpha": 0.5, "min_partition_size": 5, "self_balancing": True},
+    "flwr-inner-dirichlet": {"partition_sizes": [len(part) for part in np.array_split(LABELS, 6)], "alpha": 0.5},
+    "flwr-pathological": {
+        "num_partitions": 6,
+        "num_classes_per_partition": 3,
+        "class_assignment_mode": "deterministic",
+    },
+    "flwr-shard": {"num_partitions": 6, "shard_size": 50, "keep_incomplete_shard": True},
+    "flwr-iid": {"num_partitions": 6},
+    "flwr-linear": {"num_partitions": 6},
+    "flwr-square": {"num_partitions": 6},
+    "flwr-exponential": {"num_partitions": 6},
+}
+"""What each is told by hand, where the rule is RULE."""
+RULE = Rule(clients=6, beta=0.5, classes_per_client=3, min_examples=5)
+TOLD = {
+    "flwr-pathological": "class_assignment_mode=deterministic",
+    "flwr-shard": "shard_size=50 keep_incomplete_shard=true",
+}
+
+
+def test_every_name_is_a_setting() -> None:
+    assert get_args(config.Flower) == tuple(BORROWED) == tuple(CALLS)
+
+
+@there
+@pytest.mark.parametrize("kind", BORROWED)
+@pytest.mark.parametrize("seed", [0, 2**40])
+def test_shares_are_those_of_flwr_datasets_called_directly(kind: str, seed: int) -> None:
+    from datasets import Dataset
+    from flwr_datasets import partitioner
+
+    rule = dataclasses.replace(RULE, arguments=TOLD.get(kind, ""))
+    shares = split(kind, LABELS, None, rule, seed)
+    order, more = np.arange(len(LABELS)), {"partition_by": "label", "seed": seed}
+    if not BORROWED[kind].by_label:
+        order, more = streams.permutation(seed, "partition/0", 0, len(LABELS)).numpy(), {}
+    theirs = getattr(partitioner, BORROWED[kind].partitioner)(**CALLS[kind], **more)
+    theirs.dataset = Dataset.from_dict({"label": LABELS[order], "place": order})
+    assert theirs.num_partitions == len(shares) == 6
+    for client, share in enumerate(shares):
+        assert sorted(theirs.load_partition(client)["place"]) == share.tolist()
+    every = np.concatenate(shares)
+    assert len(np.unique(every)) == len(every) and min(map(len, shares)) >= 5
+    again = split(kind, LABELS, None, rule, seed)
+    assert all(np.array_equal(one, other) for one, other in zip(shares, again, strict=True))
+    other = split(kind, LABELS, None, rule, seed + 1)
+    if kind != "flwr-pathological":  # whose classes are fixed here, and so is nearly all else
+        assert not all(np.array_equal(one, same) for one, same in zip(shares, other, strict=True))
+
+
+@there
+def test_shards_are_as_many_as_classes_unless_told() -> None:
+    shares = split("flwr-shard", LABELS, None, RULE, 0)
+    assert {len(share) for share in shares} == {3 * (len(LABELS) // 18)}
+    more = split("flwr-shard", LABELS, None, dataclasses.replace(RULE, arguments="num_shards_per_partition=5"), 0)
+    assert {len(share) for share in more} == {5 * (len(LABELS) // 30)}
+
+
+@there
+def test_a_run_has_the_partition_it_was_told_and_goes_on_with_it(tmp_path: Path) -> None:
+    small = {"partition": "flwr-pathological", "clients": 4, "local_steps": 2, "batch_size": 8, "threads": 1}
+    one = Experiment(rounds=1, seed=3, partition_seed=5, **small)  # type: ignore[arg-type]
+    direct = split("flwr-pathological", LABELS, None, Rule(4), 5)
+    assert all(
+        np.array_equal(mine.numpy(), theirs) for mine, theirs in zip(share_out(one, DIGITS), direct, strict=True)
+    )
+    fedcog.run(one, tmp_path, report=False)
+    done = fedcog.run(dataclasses.replace(one, rounds=2), tmp_path, resume=True, report=False)
+    whole = fedcog.run(dataclasses.replace(one, rounds=2), tmp_path / "whole", report=False)
+    assert [line["loss"] for line in done.lines] == [line["loss"] for line in whole.lines]
+    assert one.partition_rule == "flwr-pathological, 2 classes each"
+
+
+@there
+def test_what_it_refuses_is_told_with_our_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(PartitionError, match=r"PathologicalPartitioner of flwr-datasets says: .* --classes-per-client"):
+        split("flwr-pathological", LABELS, None, dataclasses.replace(RULE, classes_per_client=11), 0)
+    with pytest.raises(PartitionError, match=r"leaves one with \d+ examples, fewer than 10"):
+        split("flwr-exponential", LABELS, None, dataclasses.replace(RULE, min_examples=10), 0)
+    with pytest.raises(PartitionError, match="flwr-datasets says"):
+        split("flwr-dirichlet", LABELS, None, Rule(clients=100, beta=0.01, min_examples=10), 0)
+    with pytest.raises(PartitionError, match="ExponentialPartitioner"):
+        split("flwr-exponential", LABELS, None, Rule(clients=1000, min_examples=1), 0)
+    several = np.zeros((100, 3), dtype=bool)
+    with pytest.raises(PartitionError, match="shares out class by class"):
+        split("flwr-shard", several, None, Rule(clients=2), 0)
+    assert len(split("flwr-iid", several, None, Rule(clients=2), 0)) == 2
+    assert main(["partition", "--partition", "flwr-shard", "--clients", "5"]) == 0
+    assert "examples per client and class" in capsys.readouterr().out
+
+
+def test_without_it_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(PartitionError, match=r"pip install 'fedcog\[flwr-datasets\]'"):
+        split("flwr-shard", LABELS, None, RULE, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "words"),
+    [
+        ("flwr-shard", "shard_size=0", "shard_size needs a whole number from 1"),
+        ("flwr-shard", "shard_size=99999999999", "shard_size needs a whole number from 1"),
+        ("flwr-shard", "shard_size", "shard_size needs a whole number from 1"),
+        ("flwr-shard", "shard_size=5 shard_size=6", "shard_size is told twice"),
+        ("flwr-shard", "seed=5", "no seed: num_shards_per_partition, shard_size, keep_incomplete_shard are known"),
+        ("flwr-shard", "keep_incomplete_shard=1", "needs one of true, false"),
+        ("flwr-pathological", "class_assignment_mode=__import__", "needs one of random, deterministic"),
+        ("flwr-dirichlet", "alpha=1", "partition 'flwr-dirichlet' takes none"),
+        ("flwr-iid", "shard_size=5", "partition 'flwr-iid' takes none"),
+    ],
+)
+def test_arguments_are_checked_before_anything_runs(kind: str, text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as told:
+        Experiment(partition=kind, partition_args=text)  # type: ignore[arg-type]
+    assert f"partition_args: {words}" in str(told.value) or words in str(told.value)
+
+
+def test_arguments_are_read() -> None:
+    assert arguments("flwr-shard", TOLD["flwr-shard"]) == {"shard_size": 50, "keep_incomplete_shard": True}
+    assert arguments("flwr-shard", "") == arguments("iid", "shard_size=50") == {}
+    shards = Experiment(partition="flwr-shard", partition_args=TOLD["flwr-shard"])
+    assert dataclasses.replace(shards, partition="given").partition_rule == "given"
+    assert shards.partition_rule == "flwr-shard, shard_size=50, keep_incomplete_shard=true"
+    with pytest.raises(ConfigError, match="partition needs one of"):
+        Experiment(partition="flwr-NaturalIdPartitioner")  # type: ignore[arg-type]

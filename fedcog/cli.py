@@ -276,14 +276,16 @@ def _watch(options: argparse.Namespace, rest: list[str]) -> int:
     from fedcog.experiments.watch import Server  # draws: loads matplotlib
 
     server = Server(options.directories, options.port)
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    stops = signal.SIGINT, signal.SIGTERM  # the first is ignored at the start of what a shell puts in the background
+    before = [signal.signal(stop, signal.default_int_handler) for stop in stops]
     try:
         console.say(f"watching {', '.join(options.directories)} at {server.url} (Ctrl-C stops)", options.style)
         if options.open:
             webbrowser.open(server.url)
         server.serve()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for stop, handler in zip(stops, before, strict=True):
+            signal.signal(stop, handler)
     return 0
 
 

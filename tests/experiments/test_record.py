@@ -44,7 +44,7 @@ def work(out: str, limit: int | None = None, changes: dict[str, Any] | None = No
 
 def spawn(*arguments: Any) -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fedcog"])
+    context.set_forkserver_preload(["fedcog", "torch._dynamo"])  # which torch would load in every run anew
     process = context.Process(target=work, args=arguments, daemon=True)
     process.start()
     return process

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from fedcog import tree
-from fedcog.algorithms import ALGORITHMS, Algorithm, FedAvg, FedCOG
+from fedcog.algorithms import Algorithm, FedAvg, FedCOG
 from fedcog.federation.rounds import Federation
 from fedcog.federation.simulation import gather_together
 from fedcog.optimiser import Kind, Optimiser
 from fedcog.testing import Small, worst
 from fedcog.tree import Params
+from tests.test_contract import BARE
 
 COG = FedCOG(count=8, steps=3, start_round=1, lr=0.1)
 SIZES = {3: (50, 30, 10), 4: (20, 20, 20), 5: (10, 40, 6)}
@@ -39,10 +40,10 @@ def in_step(all_: list[Small], rounds: int = 2) -> list[list[dict[str, object]]]
 
 
 @pytest.mark.parametrize("epochs", [0.0, 0.5])
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "fedcog"] + ["moon+fedcog", "ditto+fedcog"])
+@pytest.mark.parametrize("name", [name for name in BARE if name != "fedcog"] + ["moon+fedcog", "ditto+fedcog"])
 def test_seeds_trained_together_end_as_alone(name: str, epochs: float) -> None:
     base, _, wrapped = name.partition("+")
-    algorithm: Algorithm = ALGORITHMS[base]()
+    algorithm: Algorithm = BARE[base]
     algorithm = dataclasses.replace(COG, inner=algorithm) if wrapped else algorithm
     alone, together = ([small(algorithm, seed, epochs) for seed in SIZES] for _ in range(2))
     told = [[done.line for done in one.run()] for one in alone]
@@ -71,7 +72,7 @@ def rated(algorithm: Algorithm, seed: int, kind: Kind, **how: str) -> Small:
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "fednova", "fedsam", "moon+fedcog"])
 def test_seeds_of_different_learning_rates_end_as_alone(name: str, kind: Kind) -> None:
     base, _, wrapped = name.partition("+")
-    algorithm: Algorithm = ALGORITHMS[base]()
+    algorithm: Algorithm = BARE[base]
     algorithm = dataclasses.replace(COG, inner=algorithm) if wrapped else algorithm
     alone, together = ([rated(algorithm, seed, kind) for seed in SIZES] for _ in range(2))
     for one in alone:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,8 +13,8 @@ from fedcog.experiments.record import RecordError, RunDirectory
 from fedcog.experiments.results import Job, Results
 from fedcog.experiments.study import Cell, Study
 
-ABREAST = 16
-"""Runs that train as one, at most."""
+ABREAST, CROWD = 16, 128
+"""Runs that train as one, at most, and clients of theirs in a round: more fill no GPU, and put off all results."""
 
 
 class Done(NamedTuple):
@@ -57,13 +58,25 @@ def status(studies: Sequence[Study], results: Results, datasets: Sequence[str] =
 def stacks(all_: Sequence[Job]) -> list[list[Job]]:
     """Work that is done in one go: runs that differ in seed, partition and learning rate alone, where that is faster.
 
-    All else is done one by one. No more than ABREAST go together, for each keeps what it trains on at hand.
+    All else is done one by one. No more go together than ABREAST, for each keeps what it trains on at hand, or CROWD.
     """
     found: dict[object, list[Job]] = {}
     for one in all_:
         mates = _mates(one) if stacked(one.experiment) and not one.probe else one
         found.setdefault(mates, []).append(one)
-    return [some[at : at + ABREAST] for some in found.values() for at in range(0, len(some), ABREAST)]
+    return [part for some in found.values() for part in _parts(some)]
+
+
+def _parts(some: Sequence[Job]) -> list[list[Job]]:
+    """Work that could be done in one go, in parts that are small enough."""
+    parts, crowd = list[list[Job]](), 0
+    for one in some:
+        clients = math.ceil(one.experiment.clients * one.experiment.participation)
+        if not parts or len(parts[-1]) == ABREAST or crowd + clients > CROWD:
+            parts, crowd = [*parts, []], 0
+        parts[-1].append(one)
+        crowd += clients
+    return parts
 
 
 def _mates(one: Job) -> object:

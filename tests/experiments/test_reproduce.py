@@ -19,6 +19,7 @@ import pytest
 from fedcog.algorithms import FedCOG
 from fedcog.cli import main
 from fedcog.experiments import paper, plan, reproduce, smoke, tables
+from fedcog.experiments.config import Experiment
 from fedcog.experiments.plan import jobs, share, stacks
 from fedcog.experiments.record import RecordError, RunDirectory
 from fedcog.experiments.report import reproduction
@@ -82,6 +83,18 @@ def test_what_trains_as_one_comes_to_the_same(done: Results, tmp_path: Path, mon
     for name, line in mine.items():
         assert line["loss"] == pytest.approx(theirs[name]["loss"], rel=1e-4)
         assert line["accuracy"] == pytest.approx(theirs[name]["accuracy"], abs=0.01)
+
+
+def test_no_more_train_as_one_than_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "stacked", lambda experiment: True)
+
+    def sizes(count: int, **who: Any) -> list[int]:
+        return [len(part) for part in stacks([Job(Experiment(seed=seed, **who)) for seed in range(count)])]
+
+    assert sizes(40, clients=3) == [16, 16, 8]
+    assert sizes(30, clients=10) == [12, 12, 6]  # of 128 clients
+    assert sizes(3, clients=50) == [2, 1] and sizes(3, clients=50, participation=0.5) == [3]
+    assert sizes(2, clients=500) == [1, 1]
 
 
 def test_users_of_several_seeds_train_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,9 +192,10 @@ def flair() -> Study:
         "Precision, recall and F1 by class (C-), and F1 over all decisions (O-). 405 rounds in all, FedCOG awake in "
         "the last five: 200 users of at least ten images, ten of them in a round, ten steps on batches of 32 of "
         "64 x 64 pixels, ResNet-18, products in TF32 as torch ships for convolutions, and the paper's learning rate "
-        "for all data sets, 0.01. Every 20th round is evaluated, and each of the last five, whose best is shown. Mosaics of CIFAR-100, of as many labels and users "
-        "as unequal, stand in for FLAIR, which only those can run who have it; the paper's numbers are not to be "
-        "expected of them. VHL, FedReg and FedGen are not here: they need one label an example.",
+        "for all data sets, 0.01. Every 20th round is evaluated, and each of the last five, whose best is shown. "
+        "Mosaics of CIFAR-100, of as many labels and users as unequal, stand in for FLAIR, which only those can run "
+        "who have it; the paper's numbers are not to be expected of them. VHL, FedReg and FedGen are not here: they "
+        "need one label an example.",
         tuple(cells),
     )
 

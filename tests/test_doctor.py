@@ -104,17 +104,14 @@ def test_what_is_there_and_does_not_load_is_broken(tmp_path: Path) -> None:
     (tmp_path / "h5py.py").write_text("raise OSError('libhdf5.so: wrong [ELF] class\\nand more')")
     (tmp_path / "PIL.py").write_text("1 / 0")
     paths = os.pathsep.join([str(tmp_path), str(Path(fedcog.__file__).parent.parent)])
-    for words in (["--plain"], []):
-        done = subprocess.run(
-            [sys.executable, "-m", "fedcog", "doctor", *words],
-            **{"capture_output": True, "text": True, "timeout": 120},
-            env=os.environ | {"PYTHONPATH": paths, "COLUMNS": "200"},
-        )
-        assert done.returncode == 1
-        assert "fedcog: pillow is needed, and broken: pip install pillow\n" in done.stderr
-        assert "wrong [ELF] class" in done.stdout
-        line = "h5py: broken: OSError: libhdf5.so: wrong [ELF] class (pip install 'fedcog[flair]')"
-        assert not words or line in done.stdout
+    done = subprocess.run(
+        [sys.executable, "-m", "fedcog", "doctor", "--plain"],
+        env=os.environ | {"PYTHONPATH": paths},
+        **{"capture_output": True, "text": True, "timeout": 120},
+    )
+    assert done.returncode == 1
+    assert "fedcog: pillow is needed, and broken: pip install pillow\n" in done.stderr
+    assert "h5py: broken: OSError: libhdf5.so: wrong [ELF] class (pip install 'fedcog[flair]')" in done.stdout
 
 
 def test_a_gpu_that_does_not_work_is_told_and_not_survived(monkeypatch: pytest.MonkeyPatch) -> None:

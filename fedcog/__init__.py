@@ -31,7 +31,7 @@ from fedcog.algorithms import (
     Wrapper,
 )
 from fedcog.complement import Complement, distillation_loss, generate
-from fedcog.data import DataError, Dataset, from_arrays, from_torch
+from fedcog.data import DataError, Dataset, from_arrays, from_folder, from_torch
 from fedcog.experiments.compare import compare
 from fedcog.experiments.config import Experiment, make_algorithm
 from fedcog.experiments.export import export
@@ -83,6 +83,7 @@ __all__ = [
     "distillation_loss",
     "export",
     "from_arrays",
+    "from_folder",
     "from_torch",
     "generate",
     "group",

@@ -39,6 +39,7 @@ from fedcog.experiments.pretrained import pretrain
 from fedcog.experiments.record import RecordError
 from fedcog.experiments.run import Run, load, read, run
 from fedcog.experiments.summary import Group, group
+from fedcog.experiments.turns import Interrupted
 from fedcog.federation.rounds import Diverged
 from fedcog.generators import ConvGenerator
 from fedcog.models import Model, ModelError
@@ -73,6 +74,7 @@ __all__ = [
     "FedSAM",
     "Group",
     "HeteroFL",
+    "Interrupted",
     "Model",
     "ModelError",
     "RecordError",

@@ -2,26 +2,75 @@
 
 import os
 import re
+import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from fedcog.experiments.config import read_experiment, read_toml
+from tests.federation.link import ended, free_ports
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
-def test_programs(path: Path, tmp_path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 60
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(path)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert "last" in done.stdout or "keep the contract" in done.stdout
+# What each program must say, as its readers would look for it.
+SAYS = {
+    "around_scaffold": r"10 +\d+\.\d% +\d+\.\d% \(FedCOG awake\)\nbytes .*: ([\d,]+) and \1\n",
+    "bare_loop": r"round 20: \d+\.\d% \(FedCOG\), last",
+    "compare_methods": r"fedavg  .*\nfedprox  .*\nfedavg\+fedcog  ",
+    "generated_images": r"the last row is real\nlast .*generated\.png",
+    "my_method": "both keep the contract",
+    "own_data_and_model": r"last \d+\.\d%, best",
+    "own_generator": r"last \d+\.\d%, best",
+    "own_images": r"240 \+ 60 examples of uint8 \[1, 16, 16\], 2 classes\)\nlast \d+\.\d%, best",
+    "own_torch_dataset": r"400 \+ 200 examples of float32 \[32\], 3 classes\)\nlast \d+\.\d%, best",
+    "personalise": r"Ditto with FedCOG +\d+\.\d% +\d+\.\d% +\d+\.\d%\n",
+    "stop_and_resume": r"stopped after round 5 of 8\n(.*\n)*last .*; the checkpoints are the same\n",
+    "unequal_devices": r"the global model, last: \d+\.\d%",
+}
+
+
+def test_every_program_is_tried() -> None:
+    programs = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert programs == {*SAYS, "deploy"}
+    assert all(len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 60 for name in programs)
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_programs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, which has torch at hand already: a dozen new ones would spend most of their time loading it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [name, *(["--rounds", "6"] if name == "unequal_devices" else [])])
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    assert re.search(SAYS[name], said), said
+    if name == "generated_images":
+        with Image.open(tmp_path / "generated.png") as image:
+            assert image.width > 200 and len(image.getcolors() or ()) > 10
+
+
+@pytest.mark.xdist_group("deployment")  # several processes that mostly wait: not beside others like it
+def test_a_federation_of_processes_on_this_machine(tmp_path: Path) -> None:
+    pytest.importorskip("flwr")
+    port = free_ports(3)
+    command = [sys.executable, str(EXAMPLES / "deploy.py"), str(port)]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        said, _ = process.communicate(timeout=300)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)  # it ends what it has started
+        said, _ = process.communicate(timeout=60)
+    finally:
+        left = ended(port, 3)
+    assert process.returncode == 0, said
+    assert re.search(r"last (\d+\.\d)% of the server's test set, after 2 rounds", said), said
+    assert not left, "the example ends all that it has started"
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.name)

@@ -6,6 +6,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,30 @@ def test_an_app_of_flowers_own_shape(tmp_path: Path) -> None:
     told = {name: float(share[:-1]) for name, share in re.findall(r"^(round \d+|last): (\S+)", done.stdout, re.M)}
     assert len(told) == 14
     assert told["last"] > told["round 8"], "FedCOG begins after round 8"
+
+
+def test_the_notebook_runs_and_is_kept_with_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "jupyter"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    file = EXAMPLES / "tour.ipynb"
+    text, kept = file.read_text(), nbformat.read(file, 4)
+    assert len(text) < 200_000 and not re.search(r"(/tmp|/home|/root|/Users|/var|/work)/", text)
+    nbformat.validate(kept)
+
+    again = nbformat.read(file, 4)
+    client = nbclient.NotebookClient(again, timeout=120, resources={"metadata": {"path": str(tmp_path)}})
+    client.create_kernel_manager()
+    client.km.transport = "ipc"  # no port, on no address
+    with tempfile.TemporaryDirectory() as short:  # a socket's name may not be long
+        client.km.connection_file = f"{short}/kernel.json"
+        client.execute()  # a cell that fails is an error here
+    for cell, now in zip(kept.cells, again.cells, strict=True):
+        if cell.cell_type == "code":
+            forms = [[sorted(one.get("data", ["text"])) for one in part.outputs] for part in (cell, now)]
+            assert forms[0] == forms[1], cell.source
+            assert cell.execution_count
+    shown = [one for cell in kept.cells for one in cell.get("outputs", ()) if "image/png" in one.get("data", ())]
+    assert len(shown) == 3

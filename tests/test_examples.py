@@ -9,6 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import nbclient
+import nbformat
 import pytest
 from PIL import Image
 
@@ -99,7 +101,6 @@ def test_an_app_of_flowers_own_shape(tmp_path: Path) -> None:
 
 
 def test_the_notebook_runs_and_is_kept_with_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "jupyter"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]))

@@ -74,7 +74,7 @@ def test_every_example_has_a_page() -> None:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built with every warning an error. No proxy leads out: what it tried to fetch would fail."""
     out = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(out)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)]
     nowhere = dict.fromkeys(
         ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), "http://127.0.0.1:9"
     )

@@ -2,7 +2,7 @@
 
 On several machines, the folders that this writes go where their names say, and the same scripts are called there.
 
-    python examples/deploy.py [PORT]     # needs fedcog[flower]
+    python examples/deploy.py [PORT [--rounds 5 and other settings]]     # needs fedcog[flower]
 """
 
 import os
@@ -39,7 +39,7 @@ for name, own in {"node-0": ~test & (digits < 6), "node-1": ~test & (digits > 3)
 
 # Certificates, keys, settings and scripts for everybody.
 words = f"--clients 2 --host 127.0.0.1 --port {PORT} --classes 0,1,2,3,4,5,6,7,8,9 {ALGORITHM} {TRAINING}".split()
-words += ["--test-data", str(Path("test.npz").resolve()), "--quiet"]
+words += ["--test-data", str(Path("test.npz").resolve()), "--quiet", *sys.argv[2:]]
 subprocess.run([sys.executable, "-m", "fedcog", "deploy", "init", str(FOLDER), *words], check=True)
 
 going = [start("server/start.sh")]

@@ -58,8 +58,8 @@ def test_programs(
             assert image.width > 200 and len(image.getcolors() or ()) > 10
 
 
-@pytest.mark.xdist_group("deployment")  # several processes that mostly wait: not beside others like it
-def test_a_federation_of_processes_on_this_machine(tmp_path: Path) -> None:
+@pytest.mark.xdist_group("deployment")  # processes that mostly wait: begun first (conftest), one such test at a time
+def test_deployment_on_this_machine(tmp_path: Path) -> None:
     pytest.importorskip("flwr")
     port = free_ports(3)
     command = [sys.executable, str(EXAMPLES / "deploy.py"), str(port), "--rounds", "1", "--start-round", "0"]

@@ -31,7 +31,7 @@ from fedcog.algorithms import (
     Wrapper,
 )
 from fedcog.complement import Complement, distillation_loss, generate
-from fedcog.data import DataError, Dataset, from_arrays, from_torch
+from fedcog.data import DataError, Dataset, from_arrays, from_folder, from_torch
 from fedcog.experiments.compare import compare
 from fedcog.experiments.config import Experiment, make_algorithm
 from fedcog.experiments.export import export
@@ -40,6 +40,7 @@ from fedcog.experiments.record import RecordError
 from fedcog.experiments.run import Run, load, read, run
 from fedcog.experiments.summary import Group, group
 from fedcog.experiments.sweep import Tuned, sweep
+from fedcog.experiments.turns import Interrupted
 from fedcog.federation.rounds import Diverged
 from fedcog.generators import ConvGenerator
 from fedcog.models import Model, ModelError
@@ -74,6 +75,7 @@ __all__ = [
     "FedSAM",
     "Group",
     "HeteroFL",
+    "Interrupted",
     "Model",
     "ModelError",
     "RecordError",
@@ -85,6 +87,7 @@ __all__ = [
     "distillation_loss",
     "export",
     "from_arrays",
+    "from_folder",
     "from_torch",
     "generate",
     "group",

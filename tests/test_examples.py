@@ -2,27 +2,79 @@
 
 import os
 import re
+import runpy
+import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+import nbclient
+import nbformat
 import pytest
+from PIL import Image
 
 from fedcog.experiments import space
 from fedcog.experiments.config import read_experiment, read_toml
+from tests.federation.link import ended, free_ports
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
-def test_programs(path: Path, tmp_path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 60
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(path)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert "last" in done.stdout or "keep the contract" in done.stdout
+# What each program must say, as its readers would look for it.
+SAYS = {
+    "around_scaffold": r"10 +\d+\.\d% +\d+\.\d% \(FedCOG awake\)\nbytes .*: ([\d,]+) and \1\n",
+    "bare_loop": r"round 20: \d+\.\d% \(FedCOG\), last",
+    "compare_methods": r"fedavg  .*\nfedprox  .*\nfedavg\+fedcog  ",
+    "generated_images": r"the last row is real\nlast .*generated\.png",
+    "my_method": "both keep the contract",
+    "own_data_and_model": r"last \d+\.\d%, best",
+    "own_generator": r"last \d+\.\d%, best",
+    "own_images": r"240 \+ 60 examples of uint8 \[1, 16, 16\], 2 classes\)\nlast \d+\.\d%, best",
+    "own_torch_dataset": r"400 \+ 200 examples of float32 \[32\], 3 classes\)\nlast \d+\.\d%, best",
+    "personalise": r"Ditto with FedCOG +\d+\.\d% +\d+\.\d% +\d+\.\d%\n",
+    "stop_and_resume": r"stopped after round 5 of 8\n(.*\n)*last .*; the checkpoints are the same\n",
+    "unequal_devices": r"the global model, last: \d+\.\d%",
+}
+
+
+def test_every_program_is_tried() -> None:
+    programs = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert programs == {*SAYS, "deploy"}
+    assert all(len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 60 for name in programs)
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_programs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, which has torch at hand already: a dozen new ones would spend most of their time loading it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [name, *(["--rounds", "6"] if name == "unequal_devices" else [])])
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    assert re.search(SAYS[name], said), said
+    if name == "generated_images":
+        with Image.open(tmp_path / "generated.png") as image:
+            assert image.width > 200 and len(image.getcolors() or ()) > 10
+
+
+@pytest.mark.xdist_group("deployment")  # processes that mostly wait: begun first (conftest), one such test at a time
+def test_deployment_on_this_machine(tmp_path: Path) -> None:
+    pytest.importorskip("flwr")
+    port = free_ports(3)
+    command = [sys.executable, str(EXAMPLES / "deploy.py"), str(port), "--rounds", "1", "--start-round", "0"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        said, _ = process.communicate(timeout=300)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)  # it ends what it has started
+        said, _ = process.communicate(timeout=60)
+    finally:
+        left = ended(port, 3)
+    assert process.returncode == 0, said
+    assert re.search(r"last (\d+\.\d)% of the server's test set, after 1 rounds", said), said
+    assert not left, "the example ends all that it has started"
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.name)
@@ -50,3 +102,29 @@ def test_an_app_of_flowers_own_shape(tmp_path: Path) -> None:
     told = {name: float(share[:-1]) for name, share in re.findall(r"^(round \d+|last): (\S+)", done.stdout, re.M)}
     assert len(told) == 14
     assert told["last"] > told["round 8"], "FedCOG begins after round 8"
+
+
+def test_the_notebook_runs_and_is_kept_with_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "jupyter"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    file = EXAMPLES / "tour.ipynb"
+    text, kept = file.read_text(), nbformat.read(file, 4)
+    assert len(text) < 200_000 and not re.search(r"(/tmp|/home|/root|/Users|/var|/work)/", text)
+    nbformat.validate(kept)
+
+    again = nbformat.read(file, 4)
+    client = nbclient.NotebookClient(again, timeout=120, resources={"metadata": {"path": str(tmp_path)}})
+    client.create_kernel_manager()
+    client.km.transport = "ipc"  # no port, on no address
+    with tempfile.TemporaryDirectory() as short:  # a socket's name may not be long
+        client.km.connection_file = f"{short}/kernel.json"
+        client.execute()  # a cell that fails is an error here
+    for cell, now in zip(kept.cells, again.cells, strict=True):
+        if cell.cell_type == "code":
+            forms = [[sorted(one.get("data", ["text"])) for one in part.outputs] for part in (cell, now)]
+            assert forms[0] == forms[1], cell.source
+            assert cell.execution_count
+    shown = [one for cell in kept.cells for one in cell.get("outputs", ()) if "image/png" in one.get("data", ())]
+    assert len(shown) == 3

@@ -70,7 +70,14 @@ def test_the_sdist_can_be_tested_and_holds_no_runs_or_results(built: Path) -> No
         names = {name.partition("/")[2] for name in file.getnames()}
     for name in ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "tests/conftest.py", "fedcog/py.typed"):
         assert name in names, name
-    for name in ("Makefile", "constraints.txt", "docs/decisions.md", "examples/demo.toml"):
+    for name in (
+        "Makefile",
+        "constraints.txt",
+        "docs/decisions.md",
+        "examples/demo.toml",
+        "mkdocs.yml",
+        "docs/round.svg",
+    ):
         assert name in names, name
     assert not [name for name in names if name.startswith(("results", "runs", "data", ".ci", ".venv"))]
 

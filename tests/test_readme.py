@@ -1,6 +1,7 @@
 """What the README shows works as shown."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,11 @@ import torch
 
 import fedcog
 from fedcog.models import build
+from tests.documents import blocks, commands, unknown_flags
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+BLOCKS = [block.text for block in blocks(README) if block.language == "python"]
 
 
 def test_the_python_of_the_readme_runs(
@@ -38,23 +40,22 @@ def test_the_two_lines_of_fedcog_run_in_any_loop() -> None:
 
 
 def test_the_commands_of_the_readme_exist() -> None:
-    from fedcog.algorithms import ALGORITHMS
-    from fedcog.cli import _parser
-
-    known = {flag for parser in _parsers(_parser(ALGORITHMS)) for flag in parser._option_string_actions}
-    for command in re.findall(r"^fedcog .*(?:\\\n.*)*", README, re.MULTILINE):
-        for flag in re.findall(r"(?<=\s)--[a-z.-]+", command):
-            assert flag in known, f"{flag} in: {command}"
-
-
-def _parsers(parser):  # type: ignore[no-untyped-def]
-    yield parser
-    for action in parser._actions:
-        if isinstance(getattr(action, "choices", None), dict):
-            for inner in action.choices.values():
-                yield from _parsers(inner)
+    assert {"run", "compare", "list", "watch"} <= set(commands(README))
+    assert not unknown_flags(README)
 
 
 def test_links_lead_somewhere() -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", README) + re.findall(r'src="([^"]+)"', README):
         assert (ROOT / target).exists(), target
+
+
+def test_badges_say_what_is_true() -> None:
+    about = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    badges = dict(re.findall(r'<img src="(docs/badges/[^"]+)" alt="([^"]+)">', README))
+    versions = [one.split(" :: ")[-1] for one in about["classifiers"] if "Python :: 3." in one]
+    assert badges == {
+        "docs/badges/licence.svg": f"licence: {about['license']}",
+        "docs/badges/python.svg": f"Python: {', '.join(versions)}",
+    }
+    for file, words in badges.items():
+        assert f'aria-label="{words}"' in (ROOT / file).read_text()

@@ -6,14 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
-from PIL import Image
 from torch import Tensor
 
 from fedcog.data.datasets import DataError, Dataset, Values, from_arrays
+from fedcog.data.folders import decoded, found
 
-PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp"}
-LARGEST = 2**31  # bytes of one party's images, decoded
 MIDDLE = 0.5  # of all images: what they are normalised by must be the same everywhere, and nobody knows everybody's
 
 
@@ -51,32 +48,10 @@ def _folder(folder: Path, classes: Sequence[str]) -> tuple[Tensor, list[str]]:
     strangers = sorted(one.name for one in folder.iterdir() if one.is_dir() and one.name not in classes)
     if strangers:
         raise DataError(f"{folder / strangers[0]} is no class of this federation, which has {', '.join(classes)}.")
-    files = [
-        (file, name)
-        for name in classes
-        for file in sorted((folder / name).rglob("*"))
-        if file.suffix.lower() in PICTURES and file.is_file()
-    ]
+    files = [(file, name) for name in classes for file in found(folder, name)]
     if not files:
         raise DataError(f"{folder} holds no images in folders named like classes, such as {folder / classes[0]}.")
-    found, room = list[Tensor](), LARGEST
-    for file, _ in files:
-        try:
-            with Image.open(file) as image:
-                if (room := room - image.width * image.height * len(image.getbands())) < 0:
-                    raise DataError(
-                        f"{folder} holds more than {LARGEST:,} bytes of images, decoded: make them smaller."
-                    )
-                plain = image if image.mode in ("L", "RGB") else image.convert("RGB")
-                pixels = torch.from_numpy(np.array(plain))
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise DataError(f"{file} is no image that can be read: {error}.") from error
-        pixels = pixels[None] if pixels.dim() == 2 else pixels.permute(2, 0, 1)
-        if found and pixels.shape != found[0].shape:
-            here, there = ("x".join(map(str, one.shape)) for one in (pixels, found[0]))
-            raise DataError(f"{file} is {here}, and {files[0][0]} is {there}: bring all images to one size.")
-        found.append(pixels)
-    return torch.stack(found), [name for _, name in files]
+    return decoded([file for file, _ in files]), [name for _, name in files]
 
 
 def _numpy(path: Path) -> tuple[Values, Values]:

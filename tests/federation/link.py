@@ -23,7 +23,7 @@ class Link:
     """A server and its nodes in a folder, each a session of its own that is ended with everything it has started."""
 
     def __init__(self, folder: Path, nodes: int, *settings: str) -> None:
-        self.folder, self.out, self.port = folder, folder / "record", _free_ports(PORTS)
+        self.folder, self.out, self.port = folder, folder / "record", free_ports(PORTS)
         words = ["--clients", str(nodes), "--port", str(self.port), "--host", HOST, *settings, "--quiet"]
         assert main(["deploy", "init", str(folder / "fed"), *words]) == 0
         self.sessions: dict[str, subprocess.Popen[bytes]] = {}
@@ -34,12 +34,7 @@ class Link:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for name in list(self.sessions):
             self.end(name)
-        ours = [f"{HOST}:{self.port + number}".encode() for number in range(PORTS)]
-        for line in Path("/proc").glob("[0-9]*/cmdline"):  # what a node that ended by itself has left behind
-            with contextlib.suppress(OSError):
-                words = line.read_bytes().split(b"\0")
-                if any(word in ours for word in words) and any(b"flower-super" in word for word in words):
-                    os.kill(int(line.parent.name), signal.SIGKILL)
+        ended(self.port, PORTS)  # what a node that ended by itself has left behind
 
     def start(self, name: str, script: str, *words: str, **environment: str) -> None:
         """Start one of the scripts; what it says goes to NAME.log."""
@@ -118,6 +113,18 @@ class Link:
         self.wait(lambda: len(self.lines(out)) >= count, seconds, f"round {count}")
 
 
+def ended(first: int, count: int) -> list[int]:
+    """The processes of Flower's that speak to one of these ports, each ended."""
+    ours, found = [f"{HOST}:{first + number}".encode() for number in range(count)], []
+    for line in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = line.read_bytes().split(b"\0")
+            if any(word in ours for word in words) and any(b"flower-super" in word for word in words):
+                os.kill(int(line.parent.name), signal.SIGKILL)
+                found.append(int(line.parent.name))
+    return found
+
+
 def _descendants(pid: int) -> list[int]:
     """The processes that a process has started, and those that they have."""
     found: list[int] = []
@@ -138,7 +145,7 @@ def _session(leader: int) -> list[int]:
     return found
 
 
-def _free_ports(count: int) -> int:
+def free_ports(count: int) -> int:
     """The first of so many ports in a row that nobody uses."""
     for first in range(20_000 + os.getpid() % 10_000, 60_000, count):
         with contextlib.ExitStack() as around:

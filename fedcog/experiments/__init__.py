@@ -1,0 +1,1 @@
+"""What is run and written down: experiments, comparisons, records, reports, deployments."""

@@ -1,0 +1,125 @@
+"""Folders of pictures as a data set: what is read, how it is split, and what is wrong with them."""
+
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fedcog import from_folder
+from fedcog.data import DataError
+
+
+def paint(file: Path, value: int, *, mode: str = "L", size: tuple[int, int] = (6, 5)) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    Image.new(mode, size, value if mode in ("1", "L", "P", "I;16") else (value,) * len(mode)).save(file)
+    return file
+
+
+def album(folder: Path, count: int = 5, start: int = 0) -> Path:
+    """Two classes: cats are dark and dogs are light, each picture of its own shade."""
+    for number in range(count):
+        paint(folder / "cat" / f"{number}.png", start + number)
+        paint(folder / "dog" / "deep" / f"{number}.PNG", 100 + start + number)
+    return folder
+
+
+def test_every_fifth_picture_of_a_class_is_for_testing(tmp_path: Path) -> None:
+    data = from_folder(album(tmp_path, 11))
+    assert data.classes == ("cat", "dog") and data.input_shape == (1, 5, 6) and data.train_x.dtype == torch.uint8
+    by_name = sorted(range(11), key=str)  # 0, 1, 10, 2, ...
+    tests = [by_name[4], by_name[9]]
+    assert data.test_x[:, 0, 0, 0].tolist() == [*tests, *(100 + shade for shade in tests)]
+    assert data.test_y.tolist() == [0, 0, 1, 1] and data.train_y.bincount().tolist() == [9, 9]
+    assert not set(data.train_x[:, 0, 0, 0].tolist()) & set(data.test_x[:, 0, 0, 0].tolist())
+
+
+def test_a_test_folder_of_its_own_and_whose_each_picture_is(tmp_path: Path) -> None:
+    train, test = album(tmp_path / "train"), album(tmp_path / "test", 1, start=50)
+    (train / "cat" / "notes.txt").write_text("no picture")
+    paint(train / "cow" / "0.png", 9)
+    data = from_folder(train, test, classes=["dog", "cat"], users=lambda file: int(file.stem) % 2, name="mine")
+    assert data.name == "mine" and data.classes == ("dog", "cat")
+    assert data.train_x[:, 0, 0, 0].tolist() == [100, 101, 102, 103, 104, 0, 1, 2, 3, 4]
+    assert data.test_x[:, 0, 0, 0].tolist() == [150, 50] and data.test_y.tolist() == [0, 1]
+    assert data.users is not None and data.users.tolist() == [0, 1, 0, 1, 0, 0, 1, 0, 1, 0]
+    assert from_folder(train, test).classes == ("cat", "cow", "dog")
+
+
+def test_pictures_of_other_sizes_and_colours_are_brought_to_one(tmp_path: Path) -> None:
+    album(tmp_path)
+    halves = np.zeros((4, 8, 3), np.uint8)
+    halves[:, 4:] = 200
+    Image.fromarray(halves).save(tmp_path / "cat" / "0.png")
+    data = from_folder(tmp_path, size=(2, 4))
+    assert data.input_shape == (3, 2, 4)  # one picture has colours, so all have three channels
+    assert data.train_x[0, :, 0].tolist() == [[0, 0, 200, 200]] * 3
+    assert data.train_x[1].unique().tolist() == [1]
+    assert from_folder(tmp_path, size=1).train_x[0].flatten().tolist() == [100, 100, 100]
+
+
+@pytest.mark.parametrize(
+    ("mode", "channels"), [("1", 1), ("L", 1), ("P", 3), ("RGB", 3), ("RGBA", 3)], ids=lambda value: str(value)
+)
+def test_every_mode_of_eight_bits(tmp_path: Path, mode: str, channels: int) -> None:
+    for number in range(5):
+        paint(tmp_path / "one" / f"{number}.png", 1, mode=mode)
+    assert from_folder(tmp_path).input_shape == (channels, 5, 6)
+
+
+def bomb(file: Path) -> None:
+    """A PNG of a hundred bytes that says it has 60,000 x 60,000 pixels."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    head = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 0, 0, 0, 0)
+    file.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", b"") + chunk(b"IEND", b""))
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("size", r"4\.png is 7x5, and .*0\.png is 5x6: bring all images to one size"),
+        ("empty", r"cat.4\.png is no image that can be read"),
+        ("cut", r"cat.4\.png is no image that can be read"),
+        ("deep", r"cat.4\.png has more than 8 bits a channel"),
+        ("bomb", r"cat.4\.png is no image that can be read: .*pixels"),
+        ("large", r"cat.4\.png has 8200 x 8200 pixels, more than"),
+    ],
+)
+def test_a_picture_that_cannot_be_used_is_named(tmp_path: Path, how: str, words: str) -> None:
+    file = album(tmp_path) / "cat" / "4.png"
+    if how == "size":
+        paint(file, 1, size=(5, 7))
+    elif how == "empty":
+        file.write_bytes(b"")
+    elif how == "cut":
+        draw = np.random.default_rng(0)
+        Image.fromarray(draw.integers(0, 255, (5, 6)).astype(np.uint8)).save(file)
+        file.write_bytes(file.read_bytes()[:-30])
+    elif how == "deep":
+        paint(file, 1, mode="I;16")
+    elif how == "bomb":
+        bomb(file)
+    else:
+        paint(file, 1, mode="1", size=(8200, 8200))
+    with pytest.raises(DataError, match=words):
+        from_folder(tmp_path)
+
+
+def test_folders_that_hold_too_little_or_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DataError, match=r"nowhere is no folder that can be read"):
+        from_folder(tmp_path / "nowhere")
+    with pytest.raises(DataError, match="holds too few pictures in folders of classes"):
+        from_folder(tmp_path)
+    with pytest.raises(DataError, match="at least 5 of a class"):
+        from_folder(album(tmp_path / "few", 4))
+    with pytest.raises(DataError, match="size is 0: give a height and a width"):
+        from_folder(album(tmp_path / "all"), size=0)
+    monkeypatch.setattr("fedcog.data.folders.MOST", 5 * 6 * 10 - 1)
+    with pytest.raises(DataError, match="10 pictures of 5x6 are more than 299 bytes"):
+        from_folder(tmp_path / "all")

@@ -34,7 +34,7 @@ def name(page: Path) -> str:
 
 def test_every_block_says_what_it_is() -> None:
     kinds = {block.language for page in PAGES for block in blocks(page.read_text())}
-    assert kinds == {"python", "sh"}
+    assert kinds == {"python", "sh", "toml"}
 
 
 @pytest.mark.parametrize(

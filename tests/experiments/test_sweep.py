@@ -244,6 +244,27 @@ def test_the_command_tells_all_faults_at_once(tmp_path: Path, capsys: pytest.Cap
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"search": "bayes"}, "unknown search 'bayes': known are grid, random, optuna"),
+        ({"seeds": [0, -1]}, "seeds needs a whole number >= 0, not -1"),
+        ({"seeds": [0.5]}, "seeds needs a whole number >= 0, not 0.5"),
+        ({"trial_seeds": ["a"]}, "trial_seeds needs a whole number >= 0, not 'a'"),
+        ({"seed": 2**70}, "seed needs a whole number >= 0, and not one so large"),
+    ],
+)
+def test_what_would_fail_after_all_trials_is_told_before_them(how: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        planned(METHODS, {"lr": [0.1, 0.2]}, **({"trials": 2} | how))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("search", ["random", "optuna"])
+def test_a_range_too_narrow_for_so_many_trials_is_told_before_them(search: str) -> None:
+    with pytest.raises(ConfigError, match="1 different points of lr are all that were found"):
+        planned(METHODS, {"lr": {"low": 0.1, "high": 0.10001}}, search, 3)  # type: ignore[arg-type]
+
+
 def test_no_test_set_without_validation() -> None:
     with pytest.raises(ConfigError, match="set --validation"):
         Experiment(evaluate_test=False)

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +222,20 @@ def test_only_reading_and_only_as_this_machine(tmp_path: Path, finished: Path) -
         none = json.loads(ask_for(server, f"/runs/{run}/generated/77.json").body)  # type: ignore[attr-defined]
         assert none == {"none": True}
     assert before == {file: file.stat().st_mtime_ns for file in finished.rglob("*")}
+
+
+def test_what_comes_with_a_question_is_not_another(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        host, port = server.url.removeprefix("http://").rstrip("/").split(":")
+        for kind in (b"Content-Length: 42", b"Transfer-Encoding: chunked"):
+            with socket.create_connection((host, int(port)), timeout=20) as line:
+                inner = b"GET /inner HTTP/1.1\r\nHost: localhost\r\n\r\n"
+                line.sendall(b"GET /runs.json HTTP/1.1\r\nHost: localhost\r\n" + kind + b"\r\n\r\n" + inner)
+                answers = b""
+                with suppress(ConnectionResetError):  # what was not read is thrown back
+                    while more := line.recv(65536):
+                        answers += more
+            assert answers.count(b"HTTP/1.1 200") == 1 and b"404" not in answers
 
 
 def test_only_what_is_new_is_read_and_what_is_half_written_waits(tmp_path: Path) -> None:

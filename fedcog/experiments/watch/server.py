@@ -23,7 +23,7 @@ HOST = "127.0.0.1"
 NAMES = {"127.0.0.1", "localhost"}
 """Who this server answers as: a page elsewhere that has its name point here would come under that name."""
 VISITORS = 200  # lines that are open at once
-PATIENCE = 20  # seconds that a request may take to come
+PATIENCE = 20  # seconds that a visitor may say nothing
 LOCKED = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 POLICY = f"{LOCKED}; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'"
 DRAWING = f"{LOCKED}; style-src 'unsafe-inline'"
@@ -157,6 +157,8 @@ def _handler(answer: Callable[[str], Answer]) -> type[BaseHTTPRequestHandler]:
         disable_nagle_algorithm = True
 
         def do_GET(self) -> None:
+            if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
+                self.close_connection = True  # what it came with is not read, least of all as another request
             host = self.headers.get("Host", "")
             if re.sub(r":\d{1,5}$", "", host) not in NAMES:
                 words = b"this server answers as 127.0.0.1 or localhost alone.\n"

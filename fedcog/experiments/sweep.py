@@ -21,7 +21,7 @@ from fedcog.experiments import plan
 from fedcog.experiments import search as searching
 from fedcog.experiments import space as spaces
 from fedcog.experiments.config import Experiment, layers, name_of
-from fedcog.experiments.record import RecordError, write_file
+from fedcog.experiments.record import RecordError, RunDirectory, write_file
 from fedcog.experiments.reproduce import Queue
 from fedcog.experiments.results import Job, Results
 from fedcog.experiments.run import Run, Watch, read, with_own
@@ -244,9 +244,19 @@ class Sweep:
             trials = self.trials(experiment)
             chosen = _best(trials)
             final = self.plan.final(experiment, chosen.point)
-            runs = [read(self.results.run_directory(self._job(final, seed))) for seed in self.plan.seeds]
+            runs = [self._ran(self._job(final, seed)) for seed in self.plan.seeds]
             found.append(Tuned(experiment, self.plan.space_of(experiment), trials, chosen, runs))
         return found
+
+    def _ran(self, job: Job) -> Run:
+        """A run that is done, from its own folder."""
+        place = self.results.run_directory(job)
+        if not RunDirectory(place).exists():
+            raise RecordError(
+                f"the run in {place} is gone, but not what came of it: put it back, or delete "
+                f"{self.results.path / job.name}.jsonl and have it run again."
+            )
+        return read(place)
 
     def left(self) -> int:
         """How many rounds there are still to run."""

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -263,6 +264,17 @@ def test_what_would_fail_after_all_trials_is_told_before_them(how: dict[str, obj
 def test_a_range_too_narrow_for_so_many_trials_is_told_before_them(search: str) -> None:
     with pytest.raises(ConfigError, match="1 different points of lr are all that were found"):
         planned(METHODS, {"lr": {"low": 0.1, "high": 0.10001}}, search, 3)  # type: ignore[arg-type]
+
+
+def test_runs_that_are_gone_can_be_had_again(tmp_path: Path) -> None:
+    how = {"trials": 1, "seeds": [0], "trial_seeds": [7]}
+    (before,) = fedcog.sweep(METHODS[:1], {"lr": [0.1, 0.2]}, tmp_path, **how)  # type: ignore[arg-type]
+    shutil.rmtree(tmp_path / "runs")
+    with pytest.raises(RecordError, match="is gone, but not what came of it") as told:
+        fedcog.sweep(METHODS[:1], {"lr": [0.1, 0.2]}, tmp_path, **how)  # type: ignore[arg-type]
+    Path(str(told.value).split("delete ")[1].split(" and have")[0]).unlink()
+    (after,) = fedcog.sweep(METHODS[:1], {"lr": [0.1, 0.2]}, tmp_path, **how)  # type: ignore[arg-type]
+    assert after.runs[0].last == before.runs[0].last
 
 
 def test_no_test_set_without_validation() -> None:

@@ -102,7 +102,7 @@ def test_the_test_set_has_no_say_in_what_is_chosen(tmp_path: Path) -> None:
         trial_run = "evaluate_test = false" in (file.parent / "experiment.toml").read_text()
         assert all(("accuracy" in line) != trial_run for line in lines)
         assert all(("validation_accuracy" in line) == trial_run for line in lines)
-    with pytest.raises(RecordError, match="holds another sweep \\(about differ\\)"):
+    with pytest.raises(RecordError, match="holds another sweep \\(data or networks of your own differ\\)"):
         fedcog.sweep(method, offered, tmp_path / "1", data=digits(0), **how)  # type: ignore[arg-type]
 
 

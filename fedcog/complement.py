@@ -90,10 +90,18 @@ def generate(
     module = settings.pop("generator", "none")
     own = isinstance(module, nn.Module)
     known, faults = read(FedCOG, {"generator": "custom" if own else module} | settings, "fedcog.")
+    faults += _uncounted("counts", counts) + ([] if sizes is None else _uncounted("sizes", sizes))
+    faults += [
+        f"{name} needs a whole number >= 0, not {value!r}."
+        for name, value in {"seed": seed, "round": round, "client": client}.items()
+        if value < 0
+    ]
     if faults:
         raise ConfigError(faults)
     cog, shape = replace(FedCOG(Given(), **known), start_round=0), tuple(input_shape)
     model = Model(global_model, shape, len(counts), trained=False)
+    if not model.params:
+        raise ModelError("the global model has no weights that could be trained.")
     if not model.smooth:
         raise ModelError(f"the global model's outputs have no gradient with respect to its inputs. {TOKENS}")
     some = next(iter(model.params.values()))
@@ -128,12 +136,25 @@ def generate(
         made = cog.extra_data(site, draft).groups.get("made")
     if made is None:
         raise ConfigError(["fedcog.source 'nothing' generates nothing: leave generate out instead."])
+    if not bool(made["x"].isfinite().all()):
+        raise ModelError(
+            f"what was generated is not finite: the models' weights ({some.dtype}) are not, or are of too few bits."
+        )
     return Complement(made["x"], made["y"], made["logits"], cog, site, (seed, round, client))
 
 
 def distillation_loss(outputs: Tensor, teacher: Tensor, several: bool = False) -> Tensor:
     """How far logits are from a teacher's, on average: KL of softmax or, of several labels, of each one's sigmoid."""
+    if outputs.shape != teacher.shape:
+        raise ValueError(f"logits {list(outputs.shape)} and a teacher's {list(teacher.shape)} must be as many.")
     return task_of(outputs.shape[-1], several).distil(teacher, outputs).mean()
+
+
+def _uncounted(name: str, values: Sequence[int] | Tensor) -> list[str]:
+    """Why those are no numbers of examples, if so."""
+    found = torch.as_tensor(values)
+    whole = found.dim() == 1 and bool((found.isfinite() & (found >= 0) & (found == found.trunc())).all())
+    return [] if whole else [f"{name} needs whole numbers >= 0, one after another, not {values!r}."]
 
 
 def _weights(module: nn.Module, shared: Mapping[str, Params]) -> Params:

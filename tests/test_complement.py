@@ -134,8 +134,29 @@ def test_the_distillation_loss_is_a_divergence() -> None:
     torch.testing.assert_close(fedcog.distillation_loss(student, teacher, several=True), each.sum(-1).mean())
 
 
+@pytest.mark.parametrize("counts", [[-1] * CLASSES, [0.5] * CLASSES, [float("nan")] * CLASSES, [[1]] * CLASSES])
+def test_counts_are_numbers_of_examples(counts: list[Any]) -> None:
+    with pytest.raises(ConfigError, match="counts needs whole numbers >= 0"):
+        fedcog.generate(build("small", SHAPE, CLASSES, seed=0), None, counts, SHAPE, **OPTIONS)
+
+
+def test_what_is_not_finite_is_not_trained_on() -> None:
+    module = build("small", SHAPE, CLASSES, seed=0)
+    for value in module.parameters():
+        nn.init.constant_(value, float("nan"))
+    with pytest.raises(ModelError, match="not finite"):
+        fedcog.generate(module, None, [1] * CLASSES, SHAPE, **OPTIONS)
+
+
 def test_what_cannot_work_is_told() -> None:
     module = build("small", SHAPE, CLASSES, seed=0)
+    for name in ("seed", "round", "client"):
+        with pytest.raises(ConfigError, match=f"{name} needs a whole number >= 0, not -1"):
+            fedcog.generate(module, None, [1] * CLASSES, SHAPE, **{name: -1})  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="no weights"):
+        fedcog.generate(nn.Flatten(), None, [1] * 64, SHAPE)
+    with pytest.raises(ValueError, match="must be as many"):
+        fedcog.distillation_loss(torch.zeros(3, 4), torch.zeros(1, 4))
     with pytest.raises(ConfigError, match=r"unknown setting 'fedcog\.step': did you mean fedcog\.steps"):
         fedcog.generate(module, None, [1] * CLASSES, SHAPE, step=3)
     with pytest.raises(ConfigError, match="leave generate out"):

@@ -101,7 +101,7 @@ def arguments(kind: str, text: str) -> dict[str, Any]:
         if not known:
             raise ValueError(f"partition '{kind}' takes none: leave '{word}' out")
         if name not in known or name in found:
-            raise ValueError(f"{name} is told twice" if name in found else f"no {name}: {', '.join(known)} are known")
+            raise ValueError(f"{name} is told twice" if name in found else f"no '{name}': {', '.join(known)} are known")
         wanted = known[name]
         if wanted is int:
             if not (value.isascii() and value.isdecimal() and len(value) < 11 and 1 <= int(value) <= MOST):
@@ -147,9 +147,11 @@ def borrow(kind: str, labels: Indices, rule: Rule, seed: int) -> list[Indices]:
             ]
     except (ValueError, TypeError, ArithmeticError, LookupError, AssertionError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, ArithmeticError):
+            reason = f"{reason}: there are too few examples for what is asked of it."
+        uses = f"{one.uses} --partition-args" if one.more else one.uses
         raise PartitionError(
-            f"partition '{kind}': {one.partitioner} of flwr-datasets says: {reason} (Here these are {one.uses} "
-            "--clients.)"
+            f"partition '{kind}': {one.partitioner} of flwr-datasets says: {reason} (Here these are {uses} --clients.)"
         ) from error
     check_sizes(shares, rule, f"partition '{kind}'", "lower --clients or --min-examples")
     return shares

@@ -34,6 +34,8 @@ from fedcog.tree import Params, State
 
 FORMAT = 1
 TRIES = 6  # to have a directory for oneself
+OWN = ("experiment.toml", "provenance.json", "federation.safetensors", "rounds.jsonl", "checkpoint.safetensors")
+"""The files that a run is lost without."""
 
 
 class RecordError(Exception):
@@ -303,7 +305,9 @@ def packed(tensors: Params, about: dict[str, Any]) -> bytes:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """A page, figure or model, anywhere."""
+    """A page, figure or model, anywhere but in place of what a run consists of."""
+    if path.name in OWN and (path.parent / "experiment.toml").exists():
+        raise RecordError(f"{path} is part of a run, which would be lost: choose another place.")
     try:
         _replace(path, content)
     except OSError as error:

@@ -3,16 +3,19 @@
 import importlib.util
 import itertools
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from fedcog import streams
 from fedcog.experiments.space import Choice, Point, Space, grid, points
+from fedcog.settings import unknown
 
 Search = Literal["grid", "random", "optuna"]
 
 
 def missing(search: Search) -> list[str]:
-    """What a search lacks here, with the remedy."""
+    """What a search lacks here, with the remedy; or what there is instead of it."""
+    if search not in get_args(Search):
+        return [unknown("search", str(search), get_args(Search))]
     if search == "optuna" and importlib.util.find_spec("optuna") is None:
         return ["--search optuna needs Optuna: pip install 'fedcog[optuna]'."]
     return []

@@ -6,6 +6,7 @@ so that a sweep may be stopped, killed, started again and shared by processes as
 
 import dataclasses
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,13 +14,14 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from fedcog import settings
 from fedcog.algorithms import ALGORITHMS
 from fedcog.data import Dataset
 from fedcog.experiments import plan
 from fedcog.experiments import search as searching
 from fedcog.experiments import space as spaces
 from fedcog.experiments.config import Experiment, layers, name_of
-from fedcog.experiments.record import RecordError, write_file
+from fedcog.experiments.record import RecordError, RunDirectory, write_file
 from fedcog.experiments.reproduce import Queue
 from fedcog.experiments.results import Job, Results
 from fedcog.experiments.run import Run, Watch, read, with_own
@@ -34,6 +36,7 @@ SHARE = 0.2
 """Of each client's training examples, what trials hold out for validation unless told otherwise."""
 MOST = 1000
 """Trials of a method, at most."""
+SEED = settings.settings(Experiment)["seed"]
 WORST = 0.0
 """What a trial counts as that diverges with any of its seeds: no score is lower."""
 
@@ -84,6 +87,9 @@ class Plan:
     def __post_init__(self) -> None:
         """Refuse what could not be fair, or not work, all faults at once."""
         faults = searching.missing(self.search)
+        for name, seeds in {"seed": (self.seed,), "trial_seeds": self.trial_seeds, "seeds": self.seeds}.items():
+            strange = [told for seed in seeds if (told := settings.fault(SEED, seed))]
+            faults += [f"{name} {told}." for told in strange[:1]]
         names = [name_of(one.algorithm) for one in self.experiments]
         if not names or len(set(names)) < len(names):
             faults.append("a sweep needs algorithms, each once, such as: --algorithms fedavg fedprox fedcog.")
@@ -96,7 +102,10 @@ class Plan:
         if faults:
             raise ConfigError(faults)
         for experiment in self.experiments:  # what cannot be made is told now, and not in the last trial
-            for point in self.ahead(experiment) or spaces.corners(self.space_of(experiment), self.seed):
+            own = self.space_of(experiment)
+            if (known := self.ahead(experiment)) is None:  # there must be points enough for any search
+                known = [*spaces.corners(own, self.seed), *itertools.islice(spaces.points(own, self.seed), self.trials)]
+            for point in known:
                 self.trial(experiment, point)
 
     def space_of(self, experiment: Experiment) -> Space:
@@ -156,8 +165,9 @@ class Sweep:
         except (OSError, ValueError, RecursionError) as error:
             raise RecordError(f"{file} is damaged ({error}): choose another --out.") from error
         if differ := [name for name in mine if mine[name] != there.get(name)]:
+            names = [name if name != "about" else "data or networks of your own" for name in differ]
             raise RecordError(
-                f"{self.results.path} holds another sweep ({', '.join(differ)} differ), whose trials would go "
+                f"{self.results.path} holds another sweep ({', '.join(names)} differ), whose trials would go "
                 "uncounted: choose another --out."
             )
 
@@ -234,9 +244,19 @@ class Sweep:
             trials = self.trials(experiment)
             chosen = _best(trials)
             final = self.plan.final(experiment, chosen.point)
-            runs = [read(self.results.run_directory(self._job(final, seed))) for seed in self.plan.seeds]
+            runs = [self._ran(self._job(final, seed)) for seed in self.plan.seeds]
             found.append(Tuned(experiment, self.plan.space_of(experiment), trials, chosen, runs))
         return found
+
+    def _ran(self, job: Job) -> Run:
+        """A run that is done, from its own folder."""
+        place = self.results.run_directory(job)
+        if not RunDirectory(place).exists():
+            raise RecordError(
+                f"the run in {place} is gone, but not what came of it: put it back, or delete "
+                f"{self.results.path / job.name}.jsonl and have it run again."
+            )
+        return read(place)
 
     def left(self) -> int:
         """How many rounds there are still to run."""

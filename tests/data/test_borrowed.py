@@ -107,6 +107,9 @@ def test_what_it_refuses_is_told_with_our_settings(capsys: pytest.CaptureFixture
         split("flwr-dirichlet", LABELS, None, Rule(clients=100, beta=0.01, min_examples=10), 0)
     with pytest.raises(PartitionError, match="ExponentialPartitioner"):
         split("flwr-exponential", LABELS, None, Rule(clients=1000, min_examples=1), 0)
+    many = dataclasses.replace(RULE, arguments="num_shards_per_partition=1000000")
+    with pytest.raises(PartitionError, match=r"too few examples for what is asked of it.* --partition-args"):
+        split("flwr-shard", LABELS, None, many, 0)
     several = np.zeros((100, 3), dtype=bool)
     with pytest.raises(PartitionError, match="shares out class by class"):
         split("flwr-shard", several, None, Rule(clients=2), 0)
@@ -128,7 +131,7 @@ def test_without_it_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         ("flwr-shard", "shard_size=99999999999", "shard_size needs a whole number from 1"),
         ("flwr-shard", "shard_size", "shard_size needs a whole number from 1"),
         ("flwr-shard", "shard_size=5 shard_size=6", "shard_size is told twice"),
-        ("flwr-shard", "seed=5", "no seed: num_shards_per_partition, shard_size, keep_incomplete_shard are known"),
+        ("flwr-shard", "seed=5", "no 'seed': num_shards_per_partition, shard_size, keep_incomplete_shard are known"),
         ("flwr-shard", "keep_incomplete_shard=1", "needs one of true, false"),
         ("flwr-pathological", "class_assignment_mode=__import__", "needs one of random, deterministic"),
         ("flwr-dirichlet", "alpha=1", "partition 'flwr-dirichlet' takes none"),

@@ -238,6 +238,15 @@ def test_older_records_do_not_tell_the_normalisation_until_resumed(
     assert main(["export", "run", "--format", "onnx"]) == 0
 
 
+def test_a_run_is_not_written_over(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {file: file.read_bytes() for file in run.iterdir()}
+    for command in (["export", "run", "--out"], ["report", "run", "--out"], ["report", "run", "--table"]):
+        for name in ("checkpoint.safetensors", "rounds.jsonl", "experiment.toml"):
+            assert main([*command, f"run/{name}"]) == 2
+            assert f"run/{name} is part of a run, which would be lost" in capsys.readouterr().err
+    assert before == {file: file.read_bytes() for file in run.iterdir() if file.name != "report.html"}
+
+
 def test_faults_say_what_to_do(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "nowhere"]) == 2
     assert "there is no run in nowhere" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -101,7 +102,7 @@ def test_the_test_set_has_no_say_in_what_is_chosen(tmp_path: Path) -> None:
         trial_run = "evaluate_test = false" in (file.parent / "experiment.toml").read_text()
         assert all(("accuracy" in line) != trial_run for line in lines)
         assert all(("validation_accuracy" in line) == trial_run for line in lines)
-    with pytest.raises(RecordError, match="holds another sweep \\(about differ\\)"):
+    with pytest.raises(RecordError, match="holds another sweep \\(data or networks of your own differ\\)"):
         fedcog.sweep(method, offered, tmp_path / "1", data=digits(0), **how)  # type: ignore[arg-type]
 
 
@@ -242,6 +243,38 @@ def test_the_command_tells_all_faults_at_once(tmp_path: Path, capsys: pytest.Cap
     assert main([*words, "--trials", "0"]) == 2 and "trials needs a whole number from 1" in capsys.readouterr().err
     assert main([*words, "--trials", "2", "--algorithm", "fedprox"]) == 2
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"search": "bayes"}, "unknown search 'bayes': known are grid, random, optuna"),
+        ({"seeds": [0, -1]}, "seeds needs a whole number >= 0, not -1"),
+        ({"seeds": [0.5]}, "seeds needs a whole number >= 0, not 0.5"),
+        ({"trial_seeds": ["a"]}, "trial_seeds needs a whole number >= 0, not 'a'"),
+        ({"seed": 2**70}, "seed needs a whole number >= 0, and not one so large"),
+    ],
+)
+def test_what_would_fail_after_all_trials_is_told_before_them(how: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        planned(METHODS, {"lr": [0.1, 0.2]}, **({"trials": 2} | how))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("search", ["random", "optuna"])
+def test_a_range_too_narrow_for_so_many_trials_is_told_before_them(search: str) -> None:
+    with pytest.raises(ConfigError, match="1 different points of lr are all that were found"):
+        planned(METHODS, {"lr": {"low": 0.1, "high": 0.10001}}, search, 3)  # type: ignore[arg-type]
+
+
+def test_runs_that_are_gone_can_be_had_again(tmp_path: Path) -> None:
+    how = {"trials": 1, "seeds": [0], "trial_seeds": [7]}
+    (before,) = fedcog.sweep(METHODS[:1], {"lr": [0.1, 0.2]}, tmp_path, **how)  # type: ignore[arg-type]
+    shutil.rmtree(tmp_path / "runs")
+    with pytest.raises(RecordError, match="is gone, but not what came of it") as told:
+        fedcog.sweep(METHODS[:1], {"lr": [0.1, 0.2]}, tmp_path, **how)  # type: ignore[arg-type]
+    Path(str(told.value).split("delete ")[1].split(" and have")[0]).unlink()
+    (after,) = fedcog.sweep(METHODS[:1], {"lr": [0.1, 0.2]}, tmp_path, **how)  # type: ignore[arg-type]
+    assert after.runs[0].last == before.runs[0].last
 
 
 def test_no_test_set_without_validation() -> None:

@@ -272,6 +272,30 @@ def test_a_server_that_goes_and_comes_back(
         assert pictures == ["generated/00003.png", "generated/00004.png"]
 
 
+def test_a_place_that_cannot_be_opened_holds_no_run_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/nowhere/mlflow.db")
+    (tmp_path / "nowhere").write_text("no folder")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "tensorboard").write_text("no folder")
+    began = time.monotonic()
+    with pytest.warns(TrackWarning) as told:
+        run = fedcog.run(Experiment(**QUICK), tmp_path / "a", track=["mlflow", "tensorboard"], report=False)
+    assert len(run.lines) == 4 and time.monotonic() - began < 60
+    said = [str(one.message).split()[0] for one in told if issubclass(one.category, TrackWarning)]
+    assert sorted(said) == ["mlflow", "tensorboard"]
+    assert not caplog.records, "what went wrong is told once, and not by MLflow, too"
+
+
+def test_a_server_out_of_reach_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedcog.experiments.track.wandb import _promptly
+
+    assert _promptly()["init_timeout"] <= 30
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "120")
+    assert "init_timeout" not in _promptly()
+
+
 def test_what_is_not_there_is_told_before_anything_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from fedcog import Experiment, FedAvg, FedCOG
 from fedcog.cli import main
 from fedcog.experiments.record import Busy, RunDirectory
 from fedcog.experiments.watch import Server, collection
+from fedcog.experiments.watch import server as watch_server
 from fedcog.experiments.watch.following import Followed, Gone
 from tests.browser import ask, browser, look, said, shoot
 
@@ -222,6 +223,33 @@ def test_only_reading_and_only_as_this_machine(tmp_path: Path, finished: Path) -
         none = json.loads(ask_for(server, f"/runs/{run}/generated/77.json").body)  # type: ignore[attr-defined]
         assert none == {"none": True}
     assert before == {file: file.stat().st_mtime_ns for file in finished.rglob("*")}
+
+
+def test_who_keeps_lines_open_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_server, "VISITORS", 5)
+    with serving(tmp_path) as server:
+        host, port = server.url.removeprefix("http://").rstrip("/").split(":")
+        idle = [socket.create_connection((host, int(port)), timeout=20) for _ in range(12)]
+        for line in idle[-3:]:
+            line.sendall(b"GET / HTTP/1.1\r\nX: ")  # and nothing more
+        assert told(server)["runs"] == [] and told(server)["runs"] == []
+        assert idle[0].recv(1) == b"", "who came first was hung up on"
+        for line in idle:
+            line.close()
+
+
+def test_what_comes_with_a_question_is_not_another(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        host, port = server.url.removeprefix("http://").rstrip("/").split(":")
+        for kind in (b"Content-Length: 42", b"Transfer-Encoding: chunked"):
+            with socket.create_connection((host, int(port)), timeout=20) as line:
+                inner = b"GET /inner HTTP/1.1\r\nHost: localhost\r\n\r\n"
+                line.sendall(b"GET /runs.json HTTP/1.1\r\nHost: localhost\r\n" + kind + b"\r\n\r\n" + inner)
+                answers = b""
+                with suppress(ConnectionResetError):  # what was not read is thrown back
+                    while more := line.recv(65536):
+                        answers += more
+            assert answers.count(b"HTTP/1.1 200") == 1 and b"404" not in answers
 
 
 def test_only_what_is_new_is_read_and_what_is_half_written_waits(tmp_path: Path) -> None:

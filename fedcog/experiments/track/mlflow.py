@@ -1,10 +1,12 @@
 """A run in MLflow: at the server or in the store that $MLFLOW_TRACKING_URI names, else in MLflow's own default."""
 
+import contextlib
 import logging
 import os
 import time
 from pathlib import Path
 
+import mlflow
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
@@ -20,6 +22,8 @@ AT_ONCE = 100  # parameters that a request may have
 ENDS = {"finished": "FINISHED", "stopped": "KILLED", "diverged": "FAILED"}
 PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 """MLflow's own would hold a run up for minutes when a server is gone; set by you, they stay as they are."""
+TRIES = 3
+"""How often a database is opened: MLflow's ten would take as long, and each is told of."""
 
 
 class MLflow:
@@ -29,6 +33,8 @@ class MLflow:
         for name, value in PATIENCE.items():
             os.environ.setdefault(name, value)
         logging.getLogger("mlflow").setLevel(logging.WARNING)
+        if not mlflow.get_tracking_uri().startswith("http"):
+            _open_promptly()
         self.client = MlflowClient()
         self.run, self.told = run if run and self._there(run) else self._begun(path, experiment), 0
         if self.run == run:
@@ -65,3 +71,12 @@ class MLflow:
     def close(self, end: End) -> None:
         """Say how it ended."""
         self.client.set_terminated(self.run, ENDS[end])
+
+
+def _open_promptly() -> None:
+    """Have a database that cannot be opened given up soon and quietly: whoever tracks tells why."""
+    with contextlib.suppress(ImportError):  # files need no database
+        from mlflow.store.db import utils
+
+        utils.MAX_RETRY_COUNT = min(TRIES, utils.MAX_RETRY_COUNT)
+        logging.getLogger(utils.__name__).setLevel(logging.ERROR)

@@ -17,6 +17,7 @@ from fedcog.experiments.track.tracking import End, TrackWarning
 from fedcog.experiments.track.values import settings
 
 PROJECT = "fedcog"
+PATIENCE = 30.0  # seconds that a server may take to answer; W&B's own are 90, and $WANDB_INIT_TIMEOUT is yours
 
 
 class WandB:
@@ -62,9 +63,11 @@ class WandB:
 
 
 def _promptly() -> dict[str, Any]:
-    """The setting, in versions that have it, by which files are written every second."""
-    name = "x_transaction_log_flush_interval"
-    return {name: 1.0} if name in wandb.Settings.model_fields else {}
+    """Settings, in versions that have them: files are written every second, and who is out of reach is given up."""
+    wanted = {"x_transaction_log_flush_interval": 1.0}
+    if "WANDB_INIT_TIMEOUT" not in os.environ:
+        wanted["init_timeout"] = PATIENCE
+    return {name: value for name, value in wanted.items() if name in wandb.Settings.model_fields}
 
 
 def _unknown_here() -> bool:

@@ -23,7 +23,7 @@ HOST = "127.0.0.1"
 NAMES = {"127.0.0.1", "localhost"}
 """Who this server answers as: a page elsewhere that has its name point here would come under that name."""
 VISITORS = 200  # lines that are open at once
-PATIENCE = 20  # seconds that a request may take to come
+PATIENCE = 20  # seconds that a visitor may say nothing
 LOCKED = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 POLICY = f"{LOCKED}; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'"
 DRAWING = f"{LOCKED}; style-src 'unsafe-inline'"
@@ -120,29 +120,31 @@ class _Quiet(ThreadingHTTPServer):
     request_queue_size = 64
 
     def __init__(self, *place: Any) -> None:
-        self._open: set[Any] = set()
+        self._open: dict[Any, None] = {}  # in the order they came
         super().__init__(*place)
 
-    def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Is there room for another?"""
-        return len(self._open) < VISITORS
-
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Remember it, until it is over."""
-        self._open.add(request)
+        """Remember it, until it is over; who came first leaves if there is no room: a page comes back, if it lives."""
+        if len(self._open) >= VISITORS:
+            self._hang_up(next(iter(self._open)))
+        self._open[request] = None
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
         """Forget it."""
-        self._open.discard(request)
+        self._open.pop(request, None)
         super().shutdown_request(request)
 
     def server_close(self) -> None:
         """Hang up on everybody: a page's line is kept open between its questions."""
         super().server_close()
         for request in list(self._open):
-            with contextlib.suppress(OSError):
-                request.shutdown(socket.SHUT_RDWR)
+            self._hang_up(request)
+
+    def _hang_up(self, request: Any) -> None:
+        self._open.pop(request, None)
+        with contextlib.suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Tell of faults of our own; a page that was closed is none."""
@@ -157,6 +159,8 @@ def _handler(answer: Callable[[str], Answer]) -> type[BaseHTTPRequestHandler]:
         disable_nagle_algorithm = True
 
         def do_GET(self) -> None:
+            if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
+                self.close_connection = True  # what it came with is not read, least of all as another request
             host = self.headers.get("Host", "")
             if re.sub(r":\d{1,5}$", "", host) not in NAMES:
                 words = b"this server answers as 127.0.0.1 or localhost alone.\n"

@@ -241,6 +241,10 @@ def test_older_records_do_not_tell_the_normalisation_until_resumed(
 def test_faults_say_what_to_do(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "nowhere"]) == 2
     assert "there is no run in nowhere" in capsys.readouterr().err
+    Path("several/fedavg/seed-0").mkdir(parents=True)
+    Path("several/fedavg/seed-0/experiment.toml").touch()
+    assert main(["export", "several"]) == 2
+    assert "name one, such as several/fedavg/seed-0" in capsys.readouterr().err
     assert main(["export", "run", "--format", "tensorflow"]) == 2
     assert "choose from 'safetensors', 'torch', 'onnx'" in capsys.readouterr().err
     assert main(["export", "run", "--out", "run"]) == 2

@@ -345,6 +345,7 @@ def _work(options: argparse.Namespace, chosen: list[Study], results: Results, pa
     wanted = list(dict.fromkeys(job for study in chosen for job in plan.jobs(study, *limits)))
     _check_there({job.experiment.dataset for job in wanted}, options.data_dir)
     stacks = plan.share(plan.stacks(wanted), part, parts)
+    words = ["fedcog", "reproduce", *options.names, *(["--smoke"] if options.smoke else [])]
     with console.Progress(plan.rounds_left(stacks, results), 0, options.style) as progress:
         queue = reproduce.Queue(
             results,
@@ -352,7 +353,7 @@ def _work(options: argparse.Namespace, chosen: list[Study], results: Results, pa
             watch=progress.advance,
             stopping=progress.stopping,
             say=lambda text: console.aside(text, options.style),
-            command=shlex.join(["fedcog", "reproduce", *options.names]),  # where things lie is nobody's business
+            command=shlex.join(words),  # where things lie is nobody's business
         )
         with _onward(_command(options)):
             ended = queue.work(stacks)
@@ -551,7 +552,7 @@ def _parser(algorithms: Mapping[str, type[Algorithm]]) -> argparse.ArgumentParse
         "--seeds", nargs="+", metavar="SEED", default=["0", "1", "2"], help="seeds of what is chosen (default: 0 1 2)"
     )
     fair.add_argument("--out", metavar="DIR", help="where all goes, and is gone on with (default: runs/sweep-DATASET)")
-    flags.add_experiment(fair, algorithms)
+    flags.add_experiment(fair, algorithms, validation=sweep.SHARE)
 
     look = _command_parser(commands, "report", _report, "make one page of the runs in some directories")
     look.add_argument("directories", nargs="+", metavar="DIR", help="a run, or a folder with runs anywhere below")

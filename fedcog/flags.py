@@ -55,8 +55,10 @@ def own_algorithms(words: Sequence[str]) -> tuple[list[str], Classes]:
     return plain, classes
 
 
-def add_experiment(parser: argparse.ArgumentParser, algorithms: Mapping[str, type[Algorithm]]) -> None:
-    """A flag for every setting, in groups, with help, bounds and default."""
+def add_experiment(
+    parser: argparse.ArgumentParser, algorithms: Mapping[str, type[Algorithm]], **defaults: object
+) -> None:
+    """A flag for every setting, in groups, with help, bounds and default: its own, unless the command has another."""
     group = parser.add_argument_group("algorithm")
     group.add_argument(
         "--algorithm",
@@ -71,7 +73,7 @@ def add_experiment(parser: argparse.ArgumentParser, algorithms: Mapping[str, typ
             group = parser.add_argument_group(title)
         flags = [f"--{table}.{setting.flag}" if table else f"--{setting.flag}"]
         flags += [ALIASES[key]] if key in ALIASES else []
-        shown = setting.default
+        shown = defaults.get(key, setting.default)
         if setting.type is bool:
             action: Any = argparse.BooleanOptionalAction
             group.add_argument(*flags, dest=key, action=action, help=f"{setting.help} (default: {shown})")

@@ -147,8 +147,8 @@ def read(cls: type, values: Mapping[str, Any], prefix: str = "") -> tuple[dict[s
 
 
 def _close(name: str, known: Sequence[str]) -> list[str]:
-    """The name that comes nearest, and another where it comes as near."""
-    likeness = {one: difflib.SequenceMatcher(None, one, name).ratio() for one in known}
+    """The name that comes nearest, large letters or small, and another where it comes as near."""
+    likeness = {one: difflib.SequenceMatcher(None, one.lower(), name.lower()).ratio() for one in known}
     best = sorted(known, key=lambda one: -likeness[one])[:2]
     return [one for one in best if likeness[one] >= max(0.6, likeness[best[0]] - 0.15)]
 

@@ -129,6 +129,7 @@ def test_all_faults_at_once_and_no_traceback(capsys: pytest.CaptureFixture[str])
         ("compare --algorithms fedavg --seeds ²", "seeds needs whole numbers"),
         ("run --algorithm fedcog+fedcog", "goes around itself"),
         ("run --algorithm +", "unknown algorithm"),
+        ("run --algorithm FedCOG", "did you mean fedcog?"),
         ("run --seed 99999999999999999999", "seed needs a whole number"),
         ("run --lr 1e999", "lr needs a number"),
         ("run --threads 100000", "threads needs a whole number"),

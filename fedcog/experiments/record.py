@@ -107,7 +107,9 @@ class RunDirectory:
     def experiment(self, known: Mapping[str, type[Algorithm]] = ALGORITHMS) -> Experiment:
         """The experiment this run is of; algorithms that are not `known` are only names."""
         if not self.exists():
-            raise RecordError(f"there is no run in {self.path}: experiment.toml is missing.")
+            below = sorted(file.parent for file in self.path.glob("*/*/experiment.toml"))
+            hint = f" It is a folder of several: name one, such as {below[0]}." if below else ""
+            raise RecordError(f"there is no run in {self.path}: experiment.toml is missing.{hint}")
         try:
             return read_recorded(read_toml(self.path / "experiment.toml"), known)
         except ConfigError as error:

@@ -250,6 +250,10 @@ def test_a_run_is_not_written_over(run: Path, capsys: pytest.CaptureFixture[str]
 def test_faults_say_what_to_do(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "nowhere"]) == 2
     assert "there is no run in nowhere" in capsys.readouterr().err
+    Path("several/fedavg/seed-0").mkdir(parents=True)
+    Path("several/fedavg/seed-0/experiment.toml").touch()
+    assert main(["export", "several"]) == 2
+    assert "name one, such as several/fedavg/seed-0" in capsys.readouterr().err
     assert main(["export", "run", "--format", "tensorflow"]) == 2
     assert "choose from 'safetensors', 'torch', 'onnx'" in capsys.readouterr().err
     assert main(["export", "run", "--out", "run"]) == 2

@@ -404,7 +404,7 @@ def test_other_seeds_are_in_the_tables_and_a_part_tells_of_the_whole(tmp_path: P
     words = ["reproduce", "lambda-dis", "--smoke", "--results", str(tmp_path), "--seeds", "7", "--quiet"]
     assert main(words) == 0
     text = (tmp_path / "results.md").read_text(encoding="utf-8")
-    assert "Seed 7;" in text and "not run" not in text
+    assert "Seed 7;" in text and "not run" not in text and "by `fedcog reproduce lambda-dis --smoke`" in text
     (tmp_path / "notes.md").write_text("See {{main | CIFAR-10, NIID-1 | FedAvg | last}}.\n\n## lambda-dis\n\nWords.\n")
     assert main([*words, "--render"]) == 0
     assert "See not run." in (tmp_path / "results.md").read_text(encoding="utf-8")

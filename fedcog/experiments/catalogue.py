@@ -72,8 +72,9 @@ INTRODUCTION = """# Algorithms
 Made by `fedcog list algorithms --markdown > docs/algorithms.md`. *Sends*, *is sent* and *keeps* are a client's, per
 round, in bytes, measured on the CNN for CIFAR-10 (62,006 parameters), relative to what FedAvg sends: one model. *Sums*:
 is the sum of what clients send enough for the server (as under secure aggregation)? Wrappers go around any other
-(`fedprox+vhl+fedcog` is `FedCOG(VHL(FedProx()))`) and are measured around FedAvg. Defaults are the FedCOG paper's
-settings where it gives any; where sources disagree, the text says which reading is the default.
+(`fedprox+vhl+fedcog` is `FedCOG(VHL(FedProx()))`; what HeteroFL cannot go around it refuses, with the reason) and are
+measured around FedAvg. Defaults are the FedCOG paper's settings where it gives any; where sources disagree, the text
+says which reading is the default.
 
 | algorithm | what it is | sends | is sent | keeps | sums |
 | --- | --- | --- | --- | --- | --- |

@@ -16,6 +16,7 @@ from PIL import Image
 
 from fedcog.experiments import space
 from fedcog.experiments.config import read_experiment, read_toml
+from tests import engine
 from tests.federation.link import ended, free_ports
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -89,7 +90,7 @@ def test_settings(path: Path) -> None:
 
 def test_an_app_of_flowers_own_shape(tmp_path: Path) -> None:
     """FedCOG is about ten lines in it, the server knows of none, and Flower's simulation engine runs it."""
-    pytest.importorskip("ray")
+    engine.needed()
     folder = EXAMPLES / "existing-flower-client"
     added = {path.name: path.read_text().count("# FedCOG") for path in folder.glob("*.py")}
     assert added == {"task.py": 3, "client_app.py": 7, "server_app.py": 0, "simulate.py": 0}

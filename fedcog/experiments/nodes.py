@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -43,6 +44,11 @@ def check_flower(experiment: Experiment) -> None:
         from fedcog.federation import flower  # noqa: F401
     except ImportError:
         faults.append("--backend flower needs Flower: pip install 'fedcog[flower]'.")
+    if any(letter.isspace() for letter in sys.executable):  # it would wait for them for ever
+        faults.append(
+            "Flower's simulation engine runs on Ray, which starts no process by a path with a space, such as this "
+            f"Python's, {sys.executable}: install fedcog into an environment elsewhere, or set --backend simulator."
+        )
     if faults:
         raise ConfigError(faults)
 

@@ -1,5 +1,6 @@
 """The same federation in this simulator and on Flower: its simulation engine runs for real."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,10 @@ from fedcog.algorithms import Algorithm
 from fedcog.experiments.config import Experiment, make_algorithm
 from fedcog.experiments.record import RecordError, RunDirectory
 from fedcog.settings import ConfigError
+from tests import engine
 
 pytest.importorskip("flwr")
-pytest.importorskip("ray")
+engine.needed()
 
 SMALL = {"rounds": 4, "clients": 3, "local_steps": 3, "batch_size": 8, "mapping": "loop", "threads": 1, "device": "cpu"}
 
@@ -65,4 +67,13 @@ def test_what_flower_cannot_carry_out_is_refused(tmp_path: Path) -> None:
         fedcog.run(experiment("fedavg", selection="power-of-choice", backend="flower"), tmp_path / "run")
     with pytest.raises(ConfigError, match="unknown to Flower's nodes"):
         fedcog.run(replace(experiment("fedavg", backend="flower"), algorithm=Mine()), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_python_that_ray_cannot_start_is_told_and_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/home/me/my projects/.venv/bin/python")
+    with pytest.raises(ConfigError, match=r"by a path with a space, such as this Python's, /home/me/my projects"):
+        fedcog.run(experiment("fedavg", backend="flower"), tmp_path / "run", report=False)
     assert not (tmp_path / "run").exists()

@@ -15,8 +15,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests import engine
+
 flower = pytest.importorskip("fedcog.federation.flower")
-pytest.importorskip("ray")
+engine.needed()
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.common import bytes_to_ndarray

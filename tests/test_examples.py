@@ -63,6 +63,7 @@ def test_programs(
 @pytest.mark.xdist_group("deployment")  # processes that mostly wait: begun first (conftest), one such test at a time
 def test_deployment_on_this_machine(tmp_path: Path) -> None:
     pytest.importorskip("flwr")
+    engine.no_space()
     port = free_ports(3)
     command = [sys.executable, str(EXAMPLES / "deploy.py"), str(port), "--rounds", "1", "--start-round", "0"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -10,8 +10,11 @@ import pytest
 import torch
 from PIL import Image
 
+from tests import engine
+
 certificates = pytest.importorskip("fedcog.experiments.certificates")
 pytest.importorskip("flwr")
+engine.no_space()
 
 import fedcog
 from fedcog import tree

@@ -1,6 +1,7 @@
 """One thread: small tensors are several times slower on more. Hypothesis without a stop-watch: machines are busy."""
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,25 @@ settings.register_profile(
 settings.load_profile("fedcog")
 
 
+TOGETHER = ("test_deployment", "test_track", "test_watch", "test_browser", "test_docs")
+"""Tests that one worker has, one after another: of a dozen processes each, or of something that takes long to make."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest, and mostly waits, comes first: the others are done beside it."""
     items.sort(key=lambda item: "test_deployment" not in item.nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Who has which tests. (xdist's own marks of groups say nothing to it with pytest 9.)"""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return next((name for name in TOGETHER if name in nodeid), nodeid)
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -102,7 +102,6 @@ class Assets(HTMLParser):
             self.mute.append(own.get("src") or "")
 
 
-@pytest.mark.xdist_group("site")  # built once
 def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
     pages = sorted(site.rglob("*.html"))
     assert len(pages) >= len(PAGES)
@@ -119,7 +118,6 @@ def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
         assert not re.search(r"(@import|url\()\s*[\"']?(https?:)?//", sheet.read_text()), sheet
 
 
-@pytest.mark.xdist_group("site")  # built once
 def test_pages_show_the_examples_as_they_are(site: Path) -> None:
     page = re.sub(r"<[^>]+>", "", (site / "howto/scaffold.html").read_text())
     assert "around = fedcog.FedCOG(inner, start_round=6" in page and "--8&lt;--" not in page
@@ -145,7 +143,6 @@ def served(site: Path) -> Iterator[str]:
         thread.join(10)
 
 
-@pytest.mark.xdist_group("site")  # built once
 @pytest.mark.parametrize("width", ["phone", "desktop"])
 def test_a_browser_shows_it(browser: Chrome, served: str, width: str) -> None:  # noqa: F811 - the fixture
     for page in ("index", "concepts", "howto/images", "algorithms"):

@@ -60,7 +60,6 @@ def test_programs(
             assert image.width > 200 and len(image.getcolors() or ()) > 10
 
 
-@pytest.mark.xdist_group("deployment")  # processes that mostly wait: begun first (conftest), one such test at a time
 def test_deployment_on_this_machine(tmp_path: Path) -> None:
     pytest.importorskip("flwr")
     engine.no_space()

@@ -25,9 +25,6 @@ COLUMN = """return [...document.querySelectorAll("#main table")[arguments[0]].tB
     .map(row => row.cells[1].textContent)"""
 
 
-pytestmark = pytest.mark.xdist_group("page")  # one process makes it, which takes seconds
-
-
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page about the results that are in this repository."""

@@ -27,8 +27,6 @@ from fedcog.experiments.track import TrackWarning, tracking
 from fedcog.experiments.track.offline import last_step
 from fedcog.experiments.track.values import settings, sheet, values
 
-pytestmark = pytest.mark.xdist_group("track")  # one process makes MLflow's tables, which takes seconds
-
 QUICK: dict[str, Any] = {"dataset": "digits", "partition": "label-skew", "clients": 5, "local_steps": 2, "lr": 0.05}
 QUICK |= {"batch_size": 8, "threads": 1, "mapping": "vmap", "rounds": 4}
 COG = FedCOG(FedAvg(), start_round=2, count=8, steps=4)

@@ -28,7 +28,7 @@ from fedcog.experiments.watch.following import Followed, Gone
 from tests.browser import ask, browser, look, said, shoot
 
 __all__ = ["browser"]
-pytestmark = pytest.mark.xdist_group("watch")
+
 
 QUICK: dict[str, Any] = {"dataset": "digits", "partition": "label-skew", "clients": 5, "local_steps": 2, "lr": 0.05}
 QUICK |= {"batch_size": 8, "threads": 1, "mapping": "vmap", "rounds": 4, "evaluate_local": False}

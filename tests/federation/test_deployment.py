@@ -23,7 +23,6 @@ from fedcog.experiments.record import RunDirectory
 from tests.federation.link import Link, federation
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "flower-app"
-pytestmark = pytest.mark.xdist_group("deployment")  # a dozen processes each: one after the other
 
 
 def test_a_deployment_comes_to_what_the_simulator_comes_to(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def test_everything_runs_and_fills_its_tables(tmp_path: Path) -> None:
     assert list(sections) == [study.title for study in studies]
     for study in studies:
         assert "not run" not in sections[study.title], study.name
-        assert "SMOKE RUN" in sections[study.title] and "by `fedcog reproduce all`" in sections[study.title]
+        assert "SMOKE RUN" in sections[study.title] and "by `fedcog reproduce all --smoke`" in sections[study.title]
     drawn = re.findall(r"\((figures/.*?)\.svg\)", text)
     assert len(drawn) == len({*drawn}) >= 15
     for name in drawn:

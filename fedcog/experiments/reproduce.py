@@ -126,7 +126,8 @@ class Queue:
         starts = list(dict.fromkeys(Job(one.start) for one in left if one.start is not None))
         for begun in stacks([one for one in starts if not self._finished(one)]):
             with self._claimed(begun):
-                self._carry_out([one for one in begun if not self._finished(one)])
+                if missing := [one for one in begun if not self._finished(one)]:  # somebody may have been quicker
+                    self._carry_out(missing)
         lost = [one for one in left if one.start is not None and self._diverged(Job(one.start))]
         for one in lost:
             assert one.start is not None

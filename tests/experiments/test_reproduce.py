@@ -198,6 +198,23 @@ def test_two_at_once_share_the_work_and_do_nothing_twice(tmp_path: Path) -> None
     assert sum(rounds) == 2 + 8 * 2  # two starts of a round, and eight runs of two rounds more
 
 
+def test_a_start_that_somebody_else_has_just_finished_is_not_begun_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = [one for one in jobs(STUDIES["steps"]) if one.seed == 0][:1]
+    Queue(Results(tmp_path)).work(stacks(few))
+    results, finished = Results(tmp_path / "again"), Queue._finished
+    shutil.copytree(tmp_path / "runs", tmp_path / "again" / "runs")
+    said: list[bool] = []
+
+    def not_at_first(self: Queue, one: Job) -> bool:
+        said.append(bool(said) and finished(self, one))
+        return said[-1]
+
+    monkeypatch.setattr(Queue, "_finished", not_at_first)
+    assert Queue(results).work(stacks(few)) == ([], 0) and said[:2] == [False, True]
+
+
 def test_a_budget_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(reproduce.time, "monotonic", lambda: now[0])

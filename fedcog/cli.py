@@ -175,9 +175,8 @@ def _sweep(options: argparse.Namespace, rest: list[str]) -> int:
     seeds, trial_seeds = _seeds(options.seeds, faults), _seeds(options.trial_seeds, faults)
     if faults:
         raise ConfigError(faults)
-    seed = int(values.get("seed", 0))
-    how = offered, options.search, options.trials, seed, trial_seeds, seeds
-    what = sweep.planned(experiments, *how)
+    how = {"search": options.search, "trials": options.trials, "seed": int(values.get("seed", 0))}
+    what = sweep.planned(experiments, offered, **how, trial_seeds=trial_seeds, seeds=seeds)
     if unready := check_ready(experiments[0]):
         raise ConfigError(unready)
     _prepare(experiments[0])
@@ -187,19 +186,12 @@ def _sweep(options: argparse.Namespace, rest: list[str]) -> int:
     with console.Progress(what.rounds, what.rounds - left, options.style) as progress:
         console.sweeping(what, out, options.style)
         with _onward(_command(options)):
-            found = sweep.sweep(
-                experiments,
-                offered,
-                out,
-                search=options.search,
-                trials=options.trials,
-                seed=seed,
-                trial_seeds=trial_seeds,
-                seeds=seeds,
-                watch=progress.advance,
-                stopping=progress.stopping,
-                command=_command(options),
-            )
+            heard: dict[str, Any] = {
+                "watch": progress.advance,
+                "stopping": progress.stopping,
+                "command": _command(options),
+            }
+            found = sweep.carry_out(what, out, **heard)
     console.tuned(what, found, options.style)
     console.say(f"report: {out / 'report.html'}, and every trial in {out / 'sweep.md'}", options.style)
     lost = [run for one in found for run in one.runs if run.diverged]

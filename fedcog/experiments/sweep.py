@@ -311,15 +311,29 @@ def sweep(
     of validation); they never look at the test set. The best settings of each method then train on all examples, with
     `seeds`. A sweep may be stopped and started again: what is done in OUT is only read.
     """
-    what = planned(experiments, space, search, trials, seed, trial_seeds, seeds, data=data, model=model)
+    how: dict[str, Any] = {"search": search, "trials": trials, "seed": seed}
+    how |= {"trial_seeds": trial_seeds, "seeds": seeds, "data": data, "model": model}
+    own: dict[str, Any] = {"data": data, "model": model, "generator": generator}
+    told: dict[str, Any] = {"watch": watch, "stopping": stopping, "command": command}
+    return carry_out(planned(experiments, space, **how), out, **own, **told)
+
+
+def carry_out(
+    what: Plan,
+    out: str | Path,
+    *,
+    data: Dataset | None = None,
+    model: nn.Module | None = None,
+    generator: nn.Module | None = None,
+    **told: Any,
+) -> list[Tuned]:
+    """A plan carried out in the folder `out`, or gone on with, and its report; `told` is as in `sweep`."""
     own: dict[str, Any] = {"data": data, "model": model, "generator": generator}
     about = [data.fingerprint if data is not None else "", repr(model), repr(generator)]
-    digest = (
-        "" if all(one is None for one in own.values()) else hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
-    )
-    running = Sweep(what, out, digest)
+    mine = any(one is not None for one in own.values())
+    running = Sweep(what, out, hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16] if mine else "")
     running.begin()
-    running.work(Queue(running.results, watch=watch, stopping=stopping, command=command, **own))
+    running.work(Queue(running.results, **own, **told))
     found = running.done()
     from fedcog.experiments.report import sweeping  # draws: loads matplotlib
 
@@ -330,25 +344,19 @@ def sweep(
 def planned(
     experiments: Sequence[Experiment],
     space: Mapping[str, Any],
-    search: Search = "random",
-    trials: int = 8,
-    seed: int = 0,
-    trial_seeds: Sequence[int] = (100,),
-    seeds: Sequence[int] = (0, 1, 2),
     *,
     data: Dataset | None = None,
     model: nn.Module | None = None,
+    **how: Any,
 ) -> Plan:
-    """The plan of a sweep; what cannot work is told at once."""
+    """The plan of a sweep; what cannot work is told at once. `how` is as in `sweep`."""
     known = ALGORITHMS | {name: type(layer) for one in experiments for name, layer in layers(one.algorithm)}
     ready = [
         with_own(dataclasses.replace(one, validation=one.validation or SHARE, seed=0), data, model)
         for one in experiments
     ]
-    read = spaces.read(space, known)
-    return Plan(
-        tuple(ready), read, search, trials, seed, tuple(dict.fromkeys(trial_seeds)), tuple(dict.fromkeys(seeds))
-    )
+    how |= {name: tuple(dict.fromkeys(how[name])) for name in ("trial_seeds", "seeds") if name in how}
+    return Plan(tuple(ready), spaces.read(space, known), **how)
 
 
 def _best(trials: Sequence[Trial]) -> Trial:

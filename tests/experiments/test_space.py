@@ -186,4 +186,4 @@ def test_what_a_method_cannot_do_is_told_before_the_first_trial(kind: search.Sea
     scaffold = [Experiment(algorithm=make_algorithm("scaffold"))]
     offered = {"optimizer": ["sgd", "adam"], "local_steps": [1, 2, 3, 4, 5, 6, 7, 8]}
     with pytest.raises(ConfigError, match="scaffold reads the mean gradient"):
-        planned(scaffold, offered, kind, 16 if kind != "optuna" else 8)
+        planned(scaffold, offered, search=kind, trials=16 if kind != "optuna" else 8)

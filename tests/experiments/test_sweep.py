@@ -82,8 +82,7 @@ def test_the_test_set_has_no_say_in_what_is_chosen(tmp_path: Path) -> None:
     offered, how = {"lr": [0.0001, 0.2, 0.05]}, {"search": "grid", "trials": 3, "seeds": [0], "trial_seeds": [7]}
     method = [dataclasses.replace(METHODS[0], rounds=4, local_steps=30)]
     ((honest,), (spoilt,)) = (
-        fedcog.sweep(method, offered, tmp_path / str(off), data=digits(off), **how)  # type: ignore[arg-type]
-        for off in (0, 1)
+        fedcog.sweep(method, offered, tmp_path / str(off), data=digits(off), **how) for off in (0, 1)
     )
     assert [(trial.point, trial.value) for trial in honest.trials] == [
         (trial.point, trial.value) for trial in spoilt.trials
@@ -119,7 +118,7 @@ def test_stopped_and_gone_on_with_it_ends_the_same(done: tuple[Path, list[Tuned]
                 stopping=lambda after=after: len(rounds) >= after,
                 **HOW,  # type: ignore[arg-type]
             )
-        left = Sweep(planned(METHODS, SPACE, **HOW), tmp_path).left()  # type: ignore[arg-type]
+        left = Sweep(planned(METHODS, SPACE, **HOW), tmp_path).left()
         assert left == 30 - len(rounds)
     again = fedcog.sweep(
         METHODS,
@@ -175,7 +174,7 @@ def test_what_diverges_counts_as_used_and_as_worst(tmp_path: Path) -> None:
     (one,) = fedcog.sweep(METHODS[:1], {"lr": [1e15, 0.1]}, tmp_path, search="grid", trials=2, seeds=[0])
     assert [(trial.diverged, trial.value > 0) for trial in one.trials] == [(True, False), (False, True)]
     assert one.chosen.number == 2
-    words = tuning.markdown(planned(METHODS[:1], {"lr": [1e15, 0.1]}, "grid", 2, seeds=[0]), [one])
+    words = tuning.markdown(planned(METHODS[:1], {"lr": [1e15, 0.1]}, search="grid", trials=2, seeds=[0]), [one])
     assert "1 of its 2 trials diverged; they count as used" in words and "| 1 | 1e+15 | diverged |" in words
 
 
@@ -200,7 +199,7 @@ def test_trials_of_several_seeds_are_judged_by_their_mean_and_train_as_one(
 
 def _of(out: Path, one: Tuned) -> list[dict[str, list[float]]]:
     """What the results tell of the first trial, seed by seed."""
-    what = planned([one.experiment], {"lr": [0.1, 0.2]}, "grid", 2, trial_seeds=[7, 8])
+    what = planned([one.experiment], {"lr": [0.1, 0.2]}, search="grid", trials=2, trial_seeds=[7, 8])
     running, results = Sweep(what, out), Results(out)
     jobs = running.jobs(running.next_trials()[:1])
     return [results.of(job)[job.seed] for job in jobs]
@@ -257,13 +256,13 @@ def test_the_command_tells_all_faults_at_once(tmp_path: Path, capsys: pytest.Cap
 )
 def test_what_would_fail_after_all_trials_is_told_before_them(how: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        planned(METHODS, {"lr": [0.1, 0.2]}, **({"trials": 2} | how))  # type: ignore[arg-type]
+        planned(METHODS, {"lr": [0.1, 0.2]}, **({"trials": 2} | how))
 
 
 @pytest.mark.parametrize("search", ["random", "optuna"])
 def test_a_range_too_narrow_for_so_many_trials_is_told_before_them(search: str) -> None:
     with pytest.raises(ConfigError, match="1 different points of lr are all that were found"):
-        planned(METHODS, {"lr": {"low": 0.1, "high": 0.10001}}, search, 3)  # type: ignore[arg-type]
+        planned(METHODS, {"lr": {"low": 0.1, "high": 0.10001}}, search=search, trials=3)
 
 
 def test_runs_that_are_gone_can_be_had_again(tmp_path: Path) -> None:

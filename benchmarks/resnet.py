@@ -123,7 +123,7 @@ def main() -> None:
         memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
         note(model, "plain loop, FedAvg", common.Timing(seconds, memory), 0.0)
         plain_round = statistics.median(seconds)
-        for mapping, tf32 in itertools.product(options.mappings, (False, True)):
+        for mapping, tf32 in itertools.product(options.mappings, (True, False)):
             experiment = setting(options, model, mapping, tf32=tf32, **small)
             timing = common.timed(experiment, dataset, warm=2, count=options.repeats)
             what = f"{mapping}{', TF32' if tf32 else ''}, FedAvg"

@@ -23,6 +23,7 @@ class Borrowed(NamedTuple):
     uses: str  # the settings that those come from
     more: Mapping[str, type[int] | type[bool] | tuple[str, ...]] = {}  # each a count, a switch, or one of some words
     by_label: bool = True
+    detail: Callable[[Rule], str] = lambda _: ""  # what a rule asks of it, in words
 
 
 def _shards(rule: Rule, examples: int) -> dict[str, Any]:
@@ -40,6 +41,10 @@ def _count(rule: Rule, examples: int) -> dict[str, Any]:
     return {"num_partitions": rule.clients}
 
 
+def _beta(rule: Rule) -> str:
+    return f"beta {rule.beta:g}"
+
+
 BORROWED: dict[str, Borrowed] = {
     "flwr-dirichlet": Borrowed(
         "DirichletPartitioner",
@@ -51,12 +56,14 @@ BORROWED: dict[str, Borrowed] = {
             "self_balancing": rule.balance,
         },
         "--beta --balance --min-examples",
+        detail=_beta,
     ),
     "flwr-inner-dirichlet": Borrowed(
         "InnerDirichletPartitioner",
         "Equal sizes; within each client, proportions of classes ~ Dir(beta).",
         _sizes,
         "--beta --min-examples",
+        detail=_beta,
     ),
     "flwr-pathological": Borrowed(
         "PathologicalPartitioner",
@@ -64,6 +71,7 @@ BORROWED: dict[str, Borrowed] = {
         lambda rule, _: {"num_partitions": rule.clients, "num_classes_per_partition": rule.classes_per_client},
         "--classes-per-client --min-examples",
         {"class_assignment_mode": ("random", "deterministic", "first-deterministic")},
+        detail=lambda rule: f"{rule.classes_per_client} classes each",
     ),
     "flwr-shard": Borrowed(
         "ShardPartitioner",
@@ -71,6 +79,7 @@ BORROWED: dict[str, Borrowed] = {
         _shards,
         "--classes-per-client (as many shards) --min-examples",
         {"num_shards_per_partition": int, "shard_size": int, "keep_incomplete_shard": bool},
+        detail=lambda rule: "" if rule.arguments else f"{rule.classes_per_client} shards each",
     ),
     "flwr-iid": Borrowed(
         "IidPartitioner", "Equal sizes, labels as they come.", _count, "--min-examples", by_label=False
@@ -86,6 +95,12 @@ BORROWED: dict[str, Borrowed] = {
     ),
 }
 """The partitions that are borrowed, by name."""
+
+
+def in_words(kind: str, rule: Rule) -> str:
+    """How a borrowed partition shares examples out, such as 'flwr-dirichlet, beta 0.1'."""
+    detail = BORROWED[kind].detail(rule)
+    return ", ".join([kind, *([detail] if detail else []), *rule.arguments.split()])
 
 
 def arguments(kind: str, text: str) -> dict[str, Any]:

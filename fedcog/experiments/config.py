@@ -13,6 +13,7 @@ from typing import Any, Literal
 from fedcog import data, settings
 from fedcog.algorithms import ALGORITHMS, Algorithm, FedCOG, HeteroFL, Wrapper
 from fedcog.data import borrowed
+from fedcog.data.rules import Rule
 from fedcog.data.shifts import Shift
 from fedcog.experiments import devices
 from fedcog.federation.devices import Device
@@ -239,20 +240,20 @@ class Experiment:
         return "\n".join(lines) + "\n"
 
     @property
+    def rule(self) -> Rule:
+        """The settings that its partition goes by."""
+        return Rule(
+            self.clients, self.beta, self.balance, self.classes_per_client, self.min_examples, self.partition_args
+        )
+
+    @property
     def partition_rule(self) -> str:
         """How examples are shared out, in words."""
-        beta = f"{self.partition}, beta {self.beta:g}"
-        words = {"dirichlet": beta, "quantity": beta}
-        words["label-skew"] = f"label-skew, {self.classes_per_client} classes each"
-        words["label-quantity"] = f"label-quantity, {self.classes_per_client} classes each, beta {self.beta:g}"
-        for name, one in borrowed.BORROWED.items():
-            more = [f"beta {self.beta:g}"] if "--beta" in one.uses else []
-            more += [f"{self.classes_per_client} classes each"] if name == "flwr-pathological" else []
-            more += (
-                [f"{self.classes_per_client} shards each"] if name == "flwr-shard" and not self.partition_args else []
-            )
-            words[name] = ", ".join([name, *more, *self.partition_args.split()])
-        return words.get(self.partition, self.partition)
+        if self.partition in borrowed.BORROWED:
+            return borrowed.in_words(self.partition, self.rule)
+        beta, classes = f"beta {self.beta:g}", f"{self.classes_per_client} classes each"
+        more = {"dirichlet": [beta], "quantity": [beta], "label-skew": [classes], "label-quantity": [classes, beta]}
+        return ", ".join([self.partition, *more.get(self.partition, [])])
 
     def telling(self) -> dict[str, Any]:
         """The settings that decide the results, an algorithm's own in a table of its name."""

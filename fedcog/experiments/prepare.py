@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from fedcog.data import DataError, Dataset, FederatedData, partition, shifts, sources
-from fedcog.data.rules import Rule
 from fedcog.experiments.config import Experiment, Recorded, RecordedWrapper, generating, layers, name_of
 from fedcog.experiments.pretrained import pretrained, ready_generator
 from fedcog.federation import evaluate, graphs
@@ -272,16 +271,8 @@ def share_out(experiment: Experiment, dataset: Dataset) -> list[Tensor]:
         if dataset.indices is None:
             raise ConfigError(["partition 'given' is for your own data with `indices` per client: choose another."])
         return list(dataset.indices)
-    rule = Rule(
-        experiment.clients,
-        experiment.beta,
-        experiment.balance,
-        experiment.classes_per_client,
-        experiment.min_examples,
-        experiment.partition_args,
-    )
     users = None if dataset.users is None else dataset.users.numpy()
-    shares = partition.split(experiment.partition, dataset.train_y.numpy(), users, rule, _seed(experiment))
+    shares = partition.split(experiment.partition, dataset.train_y.numpy(), users, experiment.rule, _seed(experiment))
     return [torch.from_numpy(share) for share in shares]
 
 

@@ -12,7 +12,7 @@ import fedcog
 from fedcog import ConfigError, Experiment, streams
 from fedcog.cli import main
 from fedcog.data import PartitionError, sources
-from fedcog.data.borrowed import BORROWED, arguments
+from fedcog.data.borrowed import BORROWED, arguments, in_words
 from fedcog.data.partition import split
 from fedcog.data.rules import Rule
 from fedcog.experiments import config
@@ -142,6 +142,28 @@ def test_arguments_are_checked_before_anything_runs(kind: str, text: str, words:
     with pytest.raises(ConfigError) as told:
         Experiment(partition=kind, partition_args=text)  # type: ignore[arg-type]
     assert f"partition_args: {words}" in str(told.value) or words in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told", "words"),
+    [
+        ("flwr-dirichlet", "", "flwr-dirichlet, beta 0.5"),
+        ("flwr-inner-dirichlet", "", "flwr-inner-dirichlet, beta 0.5"),
+        ("flwr-pathological", "", "flwr-pathological, 3 classes each"),
+        (
+            "flwr-pathological",
+            "class_assignment_mode=random",
+            "flwr-pathological, 3 classes each, class_assignment_mode=random",
+        ),
+        ("flwr-shard", "", "flwr-shard, 3 shards each"),
+        ("flwr-shard", "shard_size=50", "flwr-shard, shard_size=50"),
+        *((kind, "", kind) for kind in ("flwr-iid", "flwr-linear", "flwr-square", "flwr-exponential")),
+    ],
+)
+def test_each_is_told_in_words(kind: str, told: str, words: str) -> None:
+    assert in_words(kind, dataclasses.replace(RULE, arguments=told)) == words
+    experiment = Experiment(partition=kind, beta=0.5, classes_per_client=3, partition_args=told)  # type: ignore[arg-type]
+    assert experiment.partition_rule == words
 
 
 def test_arguments_are_read() -> None:

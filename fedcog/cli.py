@@ -8,14 +8,13 @@ import signal
 import sys
 import warnings
 import webbrowser
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
-import fedcog
-from fedcog import completion, console, flags, settings
+from fedcog import completion, console, flags, grammar, settings
 from fedcog.algorithms import ALGORITHMS, Algorithm
 from fedcog.data import SOURCES, DataError, PartitionError, sources
 from fedcog.data.datasets import DataWarning
@@ -23,19 +22,17 @@ from fedcog.experiments import deploy, doctor, paper, plan, record, reproduce, s
 from fedcog.experiments.catalogue import catalogue, markdown
 from fedcog.experiments.compare import compare, places
 from fedcog.experiments.config import Experiment, name_of, read_experiment, read_toml
-from fedcog.experiments.export import SUFFIXES, export
+from fedcog.experiments.export import export
 from fedcog.experiments.prepare import altered, check_ready, check_runnable, share_out, surroundings
 from fedcog.experiments.record import RecordError, RunDirectory
 from fedcog.experiments.results import Results
 from fedcog.experiments.run import default_out, read, run
-from fedcog.experiments.search import Search
 from fedcog.experiments.study import Study
 from fedcog.experiments.turns import Interrupted
 from fedcog.federation import ranks
 from fedcog.federation.ranks import RankDied
 from fedcog.federation.rounds import Diverged, NoAnswer
 from fedcog.federation.workers import WorkerDied
-from fedcog.flags import Parser
 from fedcog.models import MODELS, ModelError
 from fedcog.settings import ConfigError
 from fedcog.task import task_of
@@ -43,19 +40,15 @@ from fedcog.task import task_of
 LEFT = 3
 """The exit code of a queue whose time is over before its work."""
 
-PORT = 8080
-"""Where a page about runs is served."""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         plain, own = flags.own_algorithms(words)
-        options, rest = _parser(ALGORITHMS | own).parse_known_args(plain)
+        options, rest = grammar.parser(ALGORITHMS | own).parse_known_args(plain)
         options.words, options.known = words, ALGORITHMS | own
-        code: int = options.call(options, rest)
-        return code
+        return COMMANDS[options.command](options, rest)
     except ConfigError as error:
         return console.faults(error.faults)
     except (DataError, PartitionError, ModelError, NoAnswer, RankDied, RecordError, WorkerDied) as error:
@@ -447,7 +440,7 @@ def _data(options: argparse.Namespace, rest: list[str]) -> int:
 def _completion(options: argparse.Namespace, rest: list[str]) -> int:
     _nothing_else(rest)
     several = dict.fromkeys(("--algorithm", "--algorithms"), ALGORITHMS)
-    parser = _parser(ALGORITHMS)
+    parser = grammar.parser()
     print(completion.script(options.shell, parser, several | {"--dataset": SOURCES, "--model": MODELS}), end="")
     return 0
 
@@ -511,155 +504,20 @@ def _command(options: argparse.Namespace) -> str:
     return shlex.join(["fedcog", *options.words])
 
 
-def _parser(algorithms: Mapping[str, type[Algorithm]]) -> argparse.ArgumentParser:
-    parser = Parser(prog="fedcog", description=fedcog.__doc__)
-    parser.add_argument("--version", action="version", version=f"fedcog {fedcog.__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-
-    one = _command_parser(commands, "run", _run, "run one experiment, or continue one", "[FILE.toml]")
-    one.add_argument("--resume", metavar="DIR", help="continue the run in DIR")
-    one.add_argument("--out", metavar="DIR", help="where the run goes (default: runs/DATASET-ALGORITHM-SEED)")
-    _add_track(one)
-    flags.add_experiment(one, algorithms)
-
-    several = _command_parser(commands, "compare", _compare, "run several algorithms over several seeds", "[FILE.toml]")
-    several.add_argument("--algorithms", nargs="+", metavar="NAME", help="such as: fedavg fedprox fedprox+fedcog")
-    several.add_argument("--seeds", nargs="+", metavar="SEED", default=["0", "1", "2"], help="default: 0 1 2")
-    several.add_argument("--out", metavar="DIR", help="where the runs go (default: runs/compare-DATASET)")
-    _add_track(several)
-    flags.add_experiment(several, algorithms)
-
-    words = "tune several algorithms by as many trials each, and try what is chosen on the test set"
-    fair = _command_parser(commands, "sweep", _sweep, words, "[FILE.toml]")
-    fair.add_argument("--algorithms", nargs="+", metavar="NAME", help="such as: fedavg fedprox fedprox+fedcog")
-    fair.add_argument(
-        "--space", metavar="SPACE.toml", help="what may be chosen: settings with lists or ranges of values"
-    )
-    fair.add_argument("--search", choices=list(get_args(Search)), default="random", help="default: random")
-    fair.add_argument("--trials", type=int, default=8, metavar="N", help="trials of each algorithm (default: 8)")
-    fair.add_argument(
-        "--trial-seeds", nargs="+", metavar="SEED", default=["100"], help="seeds of every trial (default: 100)"
-    )
-    fair.add_argument(
-        "--seeds", nargs="+", metavar="SEED", default=["0", "1", "2"], help="seeds of what is chosen (default: 0 1 2)"
-    )
-    fair.add_argument("--out", metavar="DIR", help="where all goes, and is gone on with (default: runs/sweep-DATASET)")
-    flags.add_experiment(fair, algorithms, validation=sweep.SHARE)
-
-    look = _command_parser(commands, "report", _report, "make one page of the runs in some directories")
-    look.add_argument("directories", nargs="+", metavar="DIR", help="a run, or a folder with runs anywhere below")
-    look.add_argument("--out", metavar="FILE", help="the page (default: report.html in DIR)")
-    look.add_argument("--table", metavar="FILE.md", help="the results as a Markdown table, too")
-    look.add_argument("--target", type=float, metavar="ACCURACY", help="accuracy to count rounds to, such as 0.6")
-
-    live = _command_parser(commands, "watch", _watch, "serve a page, to this machine alone, that shows runs as they go")
-    live.add_argument(
-        "directories", nargs="*", default=["runs"], metavar="DIR", help="folders with runs (default: runs)"
-    )
-    live.add_argument("--port", type=int, default=PORT, metavar="N", help=f"default: {PORT}; 0: any that is free")
-    live.add_argument("--open", action="store_true", help="open it in a browser")
-
-    away = _command_parser(commands, "export", _export, "write a run's global model to a file, for use elsewhere")
-    away.add_argument("run", metavar="RUN", help="the run's directory")
-    away.add_argument("--format", choices=list(SUFFIXES), default="safetensors", help="default: safetensors")
-    away.add_argument("--out", metavar="FILE", help="the file (default: model.safetensors, .pt or .onnx in RUN)")
-    away.add_argument("--algorithm", metavar="NAME", help="if the run's is of your own: where it is, FILE.py:Class")
-
-    again = _command_parser(commands, "reproduce", _reproduce, "run the paper's tables and figures again", "[NAME ...]")
-    names = ", ".join(paper.studies())
-    again.add_argument("names", nargs="*", metavar="NAME", help=f"all, or some of: {names}; none: how far things are")
-    again.add_argument("--results", metavar="DIR", help="where results go and are found again (default: results)")
-    again.add_argument("--data-dir", metavar="DIR", help="folder with the data sets")
-    again.add_argument("--datasets", nargs="+", choices=list(SOURCES), metavar="NAME", help="only what runs on these")
-    again.add_argument("--seeds", nargs="+", metavar="SEED", help="other seeds than each table's own")
-    again.add_argument("--time-budget", type=float, metavar="SECONDS", help="stop in time; exit code 3 if more is left")
-    again.add_argument("--shard", metavar="I/N", help="only this part of the work, such as 0/4: for several machines")
-    again.add_argument("--status", action="store_true", help="run nothing; tell how much of each table is done")
-    again.add_argument("--render", action="store_true", help="run nothing; make tables and figures of what there is")
-    again.add_argument("--out", metavar="DIR", help="where tables and figures go (default: where the results are)")
-    again.add_argument("--smoke", action="store_true", help="everything tiny, on the embedded digits, on a CPU")
-
-    every = _command_parser(
-        commands, "list", _list, "show algorithms, data sets, models and partitions with their settings"
-    )
-    kinds = ("algorithms", "data", "models", "partitions")
-    every.add_argument("what", nargs="?", choices=kinds, metavar="WHAT", help=f"{', '.join(kinds)}; default: all")
-    every.add_argument("--markdown", action="store_true", help="algorithms: as a page, such as docs/algorithms.md")
-    every.add_argument("--data-dir", metavar="DIR", help="folder with the data sets")
-
-    shares = _command_parser(commands, "partition", _partition, "show who would hold what", "[FILE.toml]")
-    shares.add_argument("--figure", metavar="FILE.svg", help="draw it, too")
-    flags.add_experiment(shares, algorithms)
-
-    words = (
-        "the paper's convergence bound and largest step beside what is measured, under its own assumptions, on digits"
-    )
-    bound = _command_parser(commands, "theory", _theory, words)
-    usual = theory.Plan()
-    bound.add_argument(
-        "--network",
-        choices=("linear", "mlp", "both"),
-        default="both",
-        help="a convex problem, a small network, or both",
-    )
-    for flag, name in {"clients": "clients", "rounds": "rounds", "local-steps": "steps", "batch-size": "batch"}.items():
-        default = getattr(usual, name)
-        bound.add_argument(f"--{flag}", dest=name, type=int, default=default, metavar="N", help=f"default: {default}")
-    bound.add_argument("--repeats", type=int, default=usual.repeats, metavar="N", help="runs that are averaged over")
-    bound.add_argument("--seed", type=int, default=0, help="default: 0")
-    bound.add_argument(
-        "--lr", type=float, default=0.0, help="default: four fifths of the largest step that the theorem admits"
-    )
-
-    there = commands.add_parser("deploy", help="lay out a federation of real machines, on Flower")
-    steps = there.add_subparsers(title="actions", metavar="ACTION", required=True)
-    text = "write certificates, node keys, settings and commands for a small federation"
-    lay = _command_parser(steps, "init", _deploy, text)
-    lay.usage = "fedcog deploy init DIR [FILE.toml] [flags]"
-    lay.add_argument("directory", metavar="DIR", help="a new folder; --clients says for how many nodes")
-    lay.add_argument("--host", default="127.0.0.1", help="where nodes reach the server (default: 127.0.0.1)")
-    lay.add_argument("--port", type=int, default=9092, help="and at which port (default: 9092)")
-    lay.add_argument("--classes", metavar="A,B,...", help="if nodes bring data of their own: the names of all classes")
-    lay.add_argument(
-        "--test-data", metavar="PLACE", help="and the server's test examples: folder, .npz, MODULE:FUNCTION"
-    )
-    flags.add_experiment(lay, algorithms)
-
-    data = commands.add_parser("data", help="list data sets, get one, or show where they are looked for")
-    actions = data.add_subparsers(title="actions", metavar="ACTION", required=True, dest="action")
-    for action, text in {
-        "list": "which data sets there are, and where they lie",
-        "get": "fetch a data set",
-        "path": "the folders that are looked in",
-    }.items():
-        part = actions.add_parser(action, help=text, description=text)
-        if action == "get":
-            part.add_argument("name", choices=list(SOURCES), metavar="NAME", help=", ".join(SOURCES))
-        part.add_argument("--data-dir", metavar="DIR", help="folder for data sets")
-        part.set_defaults(call=_data)
-
-    well = _command_parser(commands, "doctor", _doctor, "tell what works here, what is missing, and how to get it")
-    well.add_argument("--data-dir", metavar="DIR", help="folder with the data sets")
-
-    shells = commands.add_parser("completion", help="print a script with which a shell completes fedcog's words")
-    shells.add_argument("shell", choices=list(completion.SCRIPTS), metavar="SHELL", help=", ".join(completion.SCRIPTS))
-    shells.set_defaults(call=_completion)
-    return parser
-
-
-def _add_track(parser: argparse.ArgumentParser) -> None:
-    kinds = list(track.TRACKERS)
-    words = f"follow it live in {', '.join(kinds[:-1])} or {kinds[-1]}; may be given again for another"
-    parser.add_argument("--track", action="append", default=[], choices=kinds, metavar="NAME", help=words)
-
-
-def _command_parser(commands: Any, name: str, call: Any, text: str, words: str = "") -> argparse.ArgumentParser:
-    usage = f"fedcog {name} {words} [flags]".replace("  ", " ") if words else None
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=text, description=f"{text[0].upper()}{text[1:]}.", usage=usage
-    )
-    style = parser.add_mutually_exclusive_group()
-    style.add_argument("--quiet", dest="style", action="store_const", const="quiet", help="print nothing but faults")
-    style.add_argument("--plain", dest="style", action="store_const", const="plain", help="plain lines, for logs")
-    parser.set_defaults(call=call, style="auto", flags=())
-    return parser
+COMMANDS: dict[str, Callable[[argparse.Namespace, list[str]], int]] = {
+    "run": _run,
+    "compare": _compare,
+    "sweep": _sweep,
+    "report": _report,
+    "watch": _watch,
+    "export": _export,
+    "reproduce": _reproduce,
+    "list": _list,
+    "partition": _partition,
+    "theory": _theory,
+    "deploy": _deploy,
+    "data": _data,
+    "doctor": _doctor,
+    "completion": _completion,
+}
+"""What carries out each command of the grammar."""

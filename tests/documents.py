@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from fedcog.algorithms import ALGORITHMS
-from fedcog.cli import _parser
+from fedcog import grammar
 
 FENCE = re.compile(r"^( *)```(.*)\n((?:.*\n)*?)\1```$", re.MULTILINE)
 
@@ -33,7 +32,7 @@ def blocks(text: str) -> list[Block]:
 @functools.cache
 def _flags() -> tuple[set[str], dict[str, set[str]]]:
     """All flags there are, and those of each command."""
-    parser = _parser(ALGORITHMS)
+    parser = grammar.parser()
     by_command = dict[str, set[str]]()
     for action in parser._actions:
         for name, inner in (action.choices or {}).items() if isinstance(action.choices, dict) else ():

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import fedcog
-from fedcog import console, settings
+from fedcog import console, grammar, settings
 from fedcog.algorithms import ALGORITHMS
-from fedcog.cli import main
+from fedcog.cli import COMMANDS, main
 from fedcog.experiments.config import Experiment
 from fedcog.experiments.record import RunDirectory
 
@@ -53,6 +53,11 @@ def test_every_setting_is_a_flag_with_help(capsys: pytest.CaptureFixture[str]) -
         for setting in settings.settings(cls).values():
             assert f"--{name}.{setting.flag}" in said
     assert "--start-round" in said
+
+
+def test_every_command_of_the_grammar_is_carried_out() -> None:
+    (commands,) = [action for action in grammar.parser()._actions if action.dest == "command"]
+    assert list(commands.choices or ()) == list(COMMANDS)
 
 
 def test_flags_reach_the_experiment(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ ROOMS = [
     {"fedcog.experiments"},
     {"fedcog.testing"},
     {"fedcog.console", "fedcog.flags", "fedcog.completion"},
+    {"fedcog.grammar"},
     {"fedcog.cli"},
     {"fedcog.__main__", "fedcog.__init__"},
 ]
@@ -80,7 +81,7 @@ def test_the_data_room_knows_only_torch_numpy_streams_and_pictures() -> None:
     [
         ("matplotlib", {name for name in map(name_of, MODULES) if name.startswith("fedcog.experiments.report.")}),
         ("rich", {"fedcog.console"}),
-        ("argparse", {"fedcog.cli", "fedcog.flags", "fedcog.completion"}),
+        ("argparse", {f"fedcog.{one}" for one in ("cli", "grammar", "flags", "completion")}),
         (
             "safetensors",
             {f"fedcog.{one}" for one in ("experiments.record", "experiments.pretrained", "federation.messages")},

@@ -114,6 +114,7 @@ def main() -> None:
             "plain loop / this",
         ]
         facts = common.about(device, None) | {"data": f"random images of {SIDE}x{SIDE}, {options.clients} users"}
+        facts["TF32"] = "on in the plain loop's convolutions and where a row names it"
         common.write(options.out, "ResNet-18 on one GPU", facts, [common.table(head, rows)], {"found": found})
         print(rows[-1], file=sys.stderr, flush=True)
 

@@ -339,6 +339,7 @@ def _work(options: argparse.Namespace, chosen: list[Study], results: Results, pa
             stopping=progress.stopping,
             say=lambda text: console.aside(text, options.style),
             command=shlex.join(words),  # where things lie is nobody's business
+            planned=[*wanted, *(job for study in paper.studies().values() for job in plan.jobs(study, *limits))],
         )
         with _onward(_command(options)):
             ended = queue.work(stacks)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialise
+from safetensors.torch import save_file
 
 from fedcog import tree
 from fedcog.algorithms import ALGORITHMS, Algorithm
@@ -55,16 +56,24 @@ class Checkpoint(NamedTuple):
     about: dict[str, Any]
 
     @property
+    def nbytes(self) -> int:
+        """How large it is."""
+        return sum(value.nbytes for part in (tree.flatten(self.server), self.clients) for value in part.values())
+
+    @property
     def known(self) -> set[int]:
         """The clients that have taken part."""
         return {int(name.split("::")[0]) for name in self.clients}
 
 
 class RunDirectory:
-    """The files of one run. Whole files are written under a temporary name and renamed."""
+    """The files of one run. Whole files are written under a temporary name and renamed.
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    Checkpoints of `heavy` bytes or more are not kept, where that is given.
+    """
+
+    def __init__(self, path: str | Path, heavy: int | None = None) -> None:
+        self.path, self.heavy = Path(path), heavy
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -183,6 +192,8 @@ class RunDirectory:
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Replace the checkpoint, or leave the old one as it was."""
+        if self.heavy is not None and checkpoint.nbytes >= self.heavy:
+            return
         flat = tree.flatten({"server": checkpoint.server})
         flat |= {f"clients::{name}": value for name, value in checkpoint.clients.items()}
         about = {"format": FORMAT, "round": checkpoint.round} | checkpoint.about
@@ -212,6 +223,14 @@ class RunDirectory:
                 f"{self.path / 'checkpoint.safetensors'} is not a checkpoint of fedcog's: delete {self.path} to start "
                 "this run anew, or choose another --out."
             ) from error
+
+    def rounds(self) -> int:
+        """The rounds that the checkpoint is of, which is not read as a whole for that; none where there is none."""
+        if not (self.path / "checkpoint.safetensors").exists():
+            return 0
+        with self._opened("checkpoint.safetensors") as (_, about):
+            round = about.get("round")
+            return round if type(round) is int else 0
 
     def lighten(self, heavy: int) -> None:
         """Do without the checkpoint, if it has so many bytes."""
@@ -252,12 +271,18 @@ class RunDirectory:
 
     def tensors(self, name: str) -> tuple[Params, dict[str, Any]]:
         """A file of tensors, in memory as any other of torch's (the last bit may hang on that), and what it says."""
+        with self._opened(name) as (file, about):
+            return {key: file.get_tensor(key).clone() for key in sorted(file.keys())}, about
+
+    @contextlib.contextmanager
+    def _opened(self, name: str) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """A file of tensors, open to be read, and what it says."""
         try:
             with safe_open(self.path / name, "pt") as file:
                 about = json.loads((file.metadata() or {}).get("about", "{}"))
                 if not isinstance(about, dict):
                     raise ValueError("what it says about itself is no table")
-                return {key: file.get_tensor(key).clone() for key in sorted(file.keys())}, about
+                yield file, about
         except (OSError, SafetensorError, ValueError, RecursionError) as error:
             raise RecordError(
                 f"cannot read {self.path / name}: {error}. The file is damaged: delete {self.path} to start this run "
@@ -273,7 +298,12 @@ class RunDirectory:
         return found if isinstance(found, dict) else {}
 
     def _tensors(self, name: str, tensors: Params, about: dict[str, Any]) -> None:
-        self._write(name, packed(tensors, about))
+        with self._writing(name), _replacing(self.path / name) as beside:
+            resting, told = _resting(tensors, about)
+            try:
+                save_file(resting, beside, told)  # as bytes it would be in memory twice more
+            except SafetensorError as error:
+                raise OSError(str(error)) from error
 
     def _whole_lines(self) -> list[bytes]:
         try:
@@ -301,9 +331,13 @@ class RunDirectory:
 
 def packed(tensors: Params, about: dict[str, Any]) -> bytes:
     """A file of tensors, and what it says of itself: JSON under "about"."""
+    return serialise(*_resting(tensors, about))
+
+
+def _resting(tensors: Params, about: dict[str, Any]) -> tuple[Params, dict[str, str]]:
     # One metadata entry only: safetensors writes several in no particular order.
     resting = {key: value.detach().to("cpu").contiguous() for key, value in tensors.items()}
-    return serialise(resting, {"about": json.dumps(about, sort_keys=True)})
+    return resting, {"about": json.dumps(about, sort_keys=True)}
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -335,22 +369,30 @@ def runs_below(directories: Sequence[str | Path]) -> list[Path]:
 
 
 def _replace(final: Path, content: bytes) -> None:
-    """The whole file, or none of it: written beside, flushed to disk, renamed."""
+    with _replacing(final) as beside:
+        beside.write_bytes(content)
+
+
+@contextlib.contextmanager
+def _replacing(final: Path) -> Iterator[Path]:
+    """Where to write so that it becomes the whole file, or nothing: beside it, then flushed to disk and renamed."""
     final.parent.mkdir(parents=True, exist_ok=True)
     beside = final.with_name(f".{final.name}.{os.getpid()}.part")
     try:
-        with open(beside, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        yield beside
+        _flush(beside)
         os.replace(beside, final)
-        folder = os.open(final.parent, os.O_RDONLY)  # or the new name may not survive a power cut
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        _flush(final.parent)  # or the new name may not survive a power cut
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _finite(value: Any) -> Any:

@@ -16,7 +16,7 @@ from fedcog.experiments.probes import measure
 from fedcog.experiments.provenance import provenance
 from fedcog.experiments.record import Busy, RecordError, RunDirectory
 from fedcog.experiments.results import Job, Results, digest
-from fedcog.experiments.run import Run, Watch, carry_out, finish, read
+from fedcog.experiments.run import HEAVY, Run, Watch, carry_out, finish, read
 from fedcog.experiments.turns import Interrupted
 from fedcog.federation.rounds import Diverged
 from fedcog.models import ModelError
@@ -24,10 +24,6 @@ from fedcog.settings import ConfigError
 
 RESERVE = 8.0
 """Seconds kept back from a time budget, for writing down where things stand."""
-
-
-HEAVY = 1 << 30
-"""Bytes from which on a checkpoint goes once its run's result is kept: what 200 clients keep of ResNet-18 is 9 GB."""
 
 
 class Ended(NamedTuple):
@@ -62,7 +58,10 @@ class Deadline:
 
 
 class Queue:
-    """Work on its way into a folder of results; `data`, `model` and `generator` are your own, as in `run`."""
+    """Work on its way into a folder of results; `data`, `model` and `generator` are your own, as in `run`.
+
+    A start whose checkpoint is heavy goes when all is done that is `planned` from it, now or later.
+    """
 
     def __init__(
         self,
@@ -76,7 +75,9 @@ class Queue:
         data: Dataset | None = None,
         model: nn.Module | None = None,
         generator: nn.Module | None = None,
+        planned: Sequence[Job] | None = None,
     ) -> None:
+        self._planned = planned
         self.results, self.say, self.command = results, say, command
         self._own, self._generator = {"data": data, "model": model}, generator
         self.deadline = Deadline(budget) if budget is not None else None
@@ -138,7 +139,10 @@ class Queue:
         runs = [one for one in left if not one.probe]
         for one, run in zip(runs, self._carry_out(runs) if runs else [], strict=True):
             self.results.add(one, digest(run))
-            RunDirectory(run.path).lighten(HEAVY)
+        if self._planned is not None:
+            for start in starts:
+                if all(known(one, self.results) for one in self._planned if one.start == start.experiment):
+                    RunDirectory(self.results.run_directory(start)).lighten(HEAVY)
 
     def _diverged(self, one: Job) -> bool:
         return bool(RunDirectory(self.results.run_directory(one)).failure())
@@ -147,10 +151,7 @@ class Queue:
         place = RunDirectory(self.results.run_directory(one))
         if not place.exists():
             return False
-        if place.failure():  # it went as far as it goes
-            return True
-        checkpoint = place.load()
-        return checkpoint is not None and checkpoint.round >= one.experiment.rounds
+        return bool(place.failure()) or place.rounds() >= one.experiment.rounds  # or it went as far as it goes
 
     def _carry_out(self, stack: list[Job]) -> list[Run]:
         """The runs of a stack, in step."""

@@ -30,6 +30,9 @@ from fedcog.task import Measure, measure_of
 
 Watch = Callable[[Experiment, dict[str, Any]], None]
 
+HEAVY = 1 << 30
+"""Bytes of a checkpoint that is not kept longer than need be: what 200 clients keep of ResNet-18 is 9 GB."""
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Run:
@@ -156,13 +159,13 @@ def carry_out(
 
     Of `remote` clients nothing is here: neither their data, if those are your own, nor what they keep. `loaded` is
     the data set that the experiment names, where it is at hand. A new run may go on `after` the rounds of a finished
-    one.
+    one; then it keeps no checkpoint that is HEAVY.
     """
     experiment, trackers = with_own(experiment, data, model), chosen(track)
     if flows(experiment) and not remote:
         check_flower(experiment)
         experiment = dataclasses.replace(experiment, backend="flower")
-    directory = RunDirectory(out or default_out(experiment))
+    directory = RunDirectory(out or default_out(experiment), HEAVY if after is not None else None)
     with directory.locked(), contextlib.ExitStack() as ending:
         if directory.exists():
             _check_same(directory, experiment, resume)
@@ -172,6 +175,10 @@ def carry_out(
         prepared = Prepared(experiment, loaded if data is None else data, model, generator, held, remote)
         ending.callback(prepared.backend.cohort.close)
         start = _restore(directory, prepared, remote) if directory.exists() else 0
+        if "after" in directory.provenance() and not start and after is None:
+            raise RecordError(
+                f"the run in {directory.path} goes on from another, and only what began it can continue it."
+            )
         told = directory.provenance() or provenance(command, prepared.device)
         if after is not None and not start:
             told |= {"after": name_of(RunDirectory(after).experiment().algorithm)}

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import resource
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -219,6 +220,16 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RecordError, match="cannot write to"):
         fedcog.run(TINY, tmp_path / "file" / "run", report=False)
+
+
+def test_rounds_are_known_without_reading_all(whole: tuple[Path, float], tmp_path: Path) -> None:
+    assert RunDirectory(tmp_path).rounds() == 0
+    shutil.copytree(whole[0], tmp_path / "run")
+    directory = RunDirectory(tmp_path / "run")
+    assert directory.rounds() == 6
+    (directory.path / "checkpoint.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(RecordError, match="The file is damaged"):
+        directory.rounds()
 
 
 def test_numbers_that_are_none_become_null(tmp_path: Path) -> None:

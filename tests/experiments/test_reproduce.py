@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+import fedcog
 from fedcog.algorithms import FedCOG
 from fedcog.cli import main
 from fedcog.experiments import paper, plan, reproduce, smoke, tables
@@ -288,18 +289,38 @@ def test_overlapping_stacks_of_two_queues_get_in_nobodys_way(tmp_path: Path, mon
         assert sorted(json.loads(line)["seed"] for line in file.read_text().splitlines()[1:]) == [0, 1, 2]
 
 
-def test_a_heavy_checkpoint_goes_when_its_result_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heavy_checkpoint_is_not_kept_beside_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (one, *_) = jobs(FEW)
     assert one.start is not None
+    told = []
     for heavy in (1 << 30, 1):
-        monkeypatch.setattr(reproduce, "HEAVY", heavy)
+        monkeypatch.setattr("fedcog.experiments.run.HEAVY", heavy)
         results = Results(tmp_path / str(heavy))
         assert Queue(results).work([[one]]) == ([], 0)
         kept = [RunDirectory(results.run_directory(each)).load() for each in (Job(one.start), one)]
         assert kept[0] is not None and (kept[1] is None) == (heavy == 1)
-    before = found(results, [one])
+        told.append(found(results, [one]))
+    assert told[0] == told[1]
+    with pytest.raises(RecordError, match="goes on from another, and only what began it can continue it"):
+        fedcog.run(one.experiment, results.run_directory(one), resume=True)
     (results.path / f"{one.name}.jsonl").unlink()  # a result that is lost is made again, from its start
-    assert Queue(results).work([[one]]) == ([], 0) and found(results, [one]) == before
+    assert Queue(results).work([[one]]) == ([], 0) and found(results, [one]) == told[0]
+
+
+def test_a_heavy_start_goes_when_nothing_that_is_planned_needs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reproduce, "HEAVY", 1)
+    several = [one for one in jobs(FEW) if one.seed == 0 and one.start == jobs(FEW)[0].start]
+    assert len(several) > 1 and several[0].start is not None
+    results = Results(tmp_path)
+    start = RunDirectory(results.run_directory(Job(several[0].start)))
+    for place, one in enumerate(several):
+        assert Queue(results, planned=jobs(FEW)).work([[one]]) == ([], 0)
+        assert start.rounds() == (several[0].start.rounds if place < len(several) - 1 else 0)
+    before = found(results, several)
+    (results.path / f"{several[0].name}.jsonl").unlink()  # and is run again if it is needed after all
+    assert Queue(results, planned=jobs(FEW)).work([[several[0]]]) == ([], 0) and found(results, several) == before
 
 
 def test_a_start_that_diverges_costs_its_own_runs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

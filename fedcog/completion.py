@@ -3,6 +3,8 @@
 import argparse
 from collections.abc import Iterable, Iterator, Mapping
 
+from fedcog.flags import shown
+
 POSIX = """\
 _fedcog_words() {
   case "$1" in
@@ -61,10 +63,10 @@ def words(
     parser: argparse.ArgumentParser, named: Mapping[str, Iterable[str]], place: str = "fedcog"
 ) -> Iterator[tuple[str, list[str]]]:
     """What may follow what: a command its actions or names, a command and `-` its flags, a flag its values."""
-    yield f"{place} -", [flag for flag in parser._option_string_actions if flag.startswith("--")]
+    yield f"{place} -", shown(parser)
     for action in parser._actions:
-        shown = str(action.metavar or "")
-        choices = action.choices or (shown[1:-1].split(",") if shown.startswith("{") else ())
+        values = str(action.metavar or "")
+        choices = action.choices or (values[1:-1].split(",") if values.startswith("{") else ())
         for flag in action.option_strings:
             yield f"{place} {flag}", list(named.get(flag, choices))
         if not action.option_strings:

@@ -2,7 +2,7 @@
 
 import argparse
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from fedcog import settings
@@ -56,9 +56,15 @@ def own_algorithms(words: Sequence[str]) -> tuple[list[str], Classes]:
 
 
 def add_experiment(
-    parser: argparse.ArgumentParser, algorithms: Mapping[str, type[Algorithm]], **defaults: object
+    parser: argparse.ArgumentParser,
+    algorithms: Mapping[str, type[Algorithm]],
+    refused: Collection[str] = (),
+    **defaults: object,
 ) -> None:
-    """A flag for every setting, in groups, with help, bounds and default: its own, unless the command has another."""
+    """A flag for every setting, in groups, with help, bounds and default: its own, unless the command has another.
+
+    Those that the command has better ones for, and refuses with a word about them, are not shown.
+    """
     group = parser.add_argument_group("algorithm")
     group.add_argument(
         "--algorithm",
@@ -73,17 +79,25 @@ def add_experiment(
             group = parser.add_argument_group(title)
         flags = [f"--{table}.{setting.flag}" if table else f"--{setting.flag}"]
         flags += [ALIASES[key]] if key in ALIASES else []
-        shown = defaults.get(key, setting.default)
+        usual = defaults.get(key, setting.default)
         if setting.type is bool:
             action: Any = argparse.BooleanOptionalAction
-            group.add_argument(*flags, dest=key, action=action, help=f"{setting.help} (default: {shown})")
+            group.add_argument(*flags, dest=key, action=action, help=f"{setting.help} (default: {usual})")
             continue
         kind = "{" + ",".join(setting.choices) + "}" if setting.choices else setting.type.__name__.upper()
         limits = ", ".join(f"{sign} {limit:g}" for sign, limit in setting.bounds)
-        facts = [part for part in (limits, f"default: {shown}" if shown != "" else "") if part]
+        facts = [part for part in (limits, f"default: {usual}" if usual != "" else "") if part]
         note = f"{setting.help} ({'; '.join(facts)})" if facts else setting.help
         group.add_argument(*flags, dest=key, nargs="?", const=MISSING, metavar=kind, help=note.replace("%", "%%"))
-    parser.set_defaults(flags=[flag for flag in parser._option_string_actions if flag.startswith("--")])
+    for flag in refused:
+        parser._option_string_actions[flag].help = argparse.SUPPRESS
+    parser.set_defaults(flags=shown(parser))
+
+
+def shown(parser: argparse.ArgumentParser) -> list[str]:
+    """The flags that a parser tells of."""
+    there = parser._option_string_actions.items()
+    return [flag for flag, action in there if flag.startswith("--") and action.help != argparse.SUPPRESS]
 
 
 def given(options: argparse.Namespace, rest: list[str]) -> tuple[dict[str, Any], list[str]]:

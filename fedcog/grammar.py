@@ -37,7 +37,7 @@ def parser(algorithms: Mapping[str, type[Algorithm]] = ALGORITHMS) -> argparse.A
     several.add_argument("--seeds", nargs="+", metavar="SEED", default=["0", "1", "2"], help="default: 0 1 2")
     several.add_argument("--out", metavar="DIR", help="where the runs go (default: runs/compare-DATASET)")
     _add_track(several)
-    flags.add_experiment(several, algorithms)
+    flags.add_experiment(several, algorithms, refused=("--algorithm", "--fedcog", "--seed"))
 
     words = "tune several algorithms by as many trials each, and try what is chosen on the test set"
     fair = _command_parser(commands, "sweep", words, "[FILE.toml]")
@@ -54,7 +54,7 @@ def parser(algorithms: Mapping[str, type[Algorithm]] = ALGORITHMS) -> argparse.A
         "--seeds", nargs="+", metavar="SEED", default=["0", "1", "2"], help="seeds of what is chosen (default: 0 1 2)"
     )
     fair.add_argument("--out", metavar="DIR", help="where all goes, and is gone on with (default: runs/sweep-DATASET)")
-    flags.add_experiment(fair, algorithms, validation=sweep.SHARE)
+    flags.add_experiment(fair, algorithms, refused=("--algorithm", "--fedcog"), validation=sweep.SHARE)
 
     look = _command_parser(commands, "report", "make one page of the runs in some directories")
     look.add_argument("directories", nargs="+", metavar="DIR", help="a run, or a folder with runs anywhere below")

@@ -55,6 +55,17 @@ def test_every_setting_is_a_flag_with_help(capsys: pytest.CaptureFixture[str]) -
     assert "--start-round" in said
 
 
+@pytest.mark.parametrize("command", ["compare", "sweep"])
+def test_several_algorithms_are_not_told_of_flags_for_one(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    said = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  --")}
+    assert {"--algorithms", "--fedprox.mu"} < said and not {"--algorithm", "--fedcog"} & said
+    assert ("--seed" in said) == (command == "sweep")
+    assert main([command, "--algorithm", "fedavg", "--algorithms", "fedavg"]) == 2
+    assert f"{command} takes --algorithms" in capsys.readouterr().err
+
+
 def test_every_command_of_the_grammar_is_carried_out() -> None:
     (commands,) = [action for action in grammar.parser()._actions if action.dest == "command"]
     assert list(commands.choices or ()) == list(COMMANDS)

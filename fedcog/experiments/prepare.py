@@ -85,6 +85,10 @@ class Prepared:
             device=self.device,
             dtype=stored,
         )
+        if not (experiment.evaluate_test or remote or len(self.data.validation)):
+            raise ConfigError(
+                [f"no client has examples enough to hold one out: raise --validation above {experiment.validation:g}."]
+            )
         shape, classes = self.dataset.input_shape, len(self.dataset.classes)
         self.model_name = "custom" if module is not None else model_name(experiment, shape)
         if module is None:

@@ -370,6 +370,4 @@ def _judged(line: dict[str, Any], job: Job) -> float:
         values = line.get(f"validation_{name}") or [None]
         if values[-1] is not None:
             return float(values[-1])
-    raise RecordError(
-        f"{job.name}, seed {job.seed}: no client has examples enough to hold one out: raise --validation."
-    )
+    raise RecordError(f"{job.name}, seed {job.seed}: no score on validation examples is kept of it.")

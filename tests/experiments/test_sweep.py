@@ -276,6 +276,13 @@ def test_runs_that_are_gone_can_be_had_again(tmp_path: Path) -> None:
     assert after.runs[0].last == before.runs[0].last
 
 
+def test_trials_that_nothing_is_held_out_for_are_refused_before_they_train(tmp_path: Path) -> None:
+    scarce = [dataclasses.replace(METHODS[0], validation=1e-4)]
+    with pytest.raises(ConfigError, match="no client has examples enough to hold one out: raise --validation above"):
+        fedcog.sweep(scarce, {"lr": [0.1, 0.2]}, tmp_path, trials=2)
+    assert not results_in(tmp_path)
+
+
 def test_no_test_set_without_validation() -> None:
     with pytest.raises(ConfigError, match="set --validation"):
         Experiment(evaluate_test=False)

@@ -20,9 +20,13 @@ TOGETHER = ("test_deployment", "test_track", "test_watch", "test_browser", "test
 """Tests that one worker has, one after another: of a dozen processes each, or of something that takes long to make."""
 
 
+LONG = ("test_deployment", "flower", "test_smoke", "test_secure", "test_graphs", "test_reproduce", "test_ranks")
+"""Tests that take longest, and mostly wait: they come first, in this order, and the others are done beside them."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest, and mostly waits, comes first: the others are done beside it."""
-    items.sort(key=lambda item: "test_deployment" not in item.nodeid)
+    """What would keep one worker busy when the others are done does not come last."""
+    items.sort(key=lambda item: next((place for place, name in enumerate(LONG) if name in item.nodeid), len(LONG)))
 
 
 @pytest.hookimpl(optionalhook=True)

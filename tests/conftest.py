@@ -16,11 +16,13 @@ settings.register_profile(
 settings.load_profile("fedcog")
 
 
-TOGETHER = ("test_deployment", "test_track", "test_watch", "test_browser", "test_docs")
+TOGETHER = (
+    ("test_deployment",),
+    ("flower", "test_secure"),
+    *((name,) for name in ("test_track", "test_watch", "test_browser", "test_docs")),
+)
 """Tests that one worker has, one after another: of a dozen processes each, or of something that takes long to make."""
-
-
-LONG = ("test_deployment", "flower", "test_smoke", "test_secure", "test_graphs", "test_reproduce", "test_ranks")
+LONG = ("test_deployment", "flower", "test_secure", "test_smoke", "test_graphs", "test_reproduce", "test_ranks")
 """Tests that take longest, and mostly wait: they come first, in this order, and the others are done beside them."""
 
 
@@ -36,7 +38,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return next((name for name in TOGETHER if name in nodeid), nodeid)
+            return next((some[0] for some in TOGETHER if any(name in nodeid for name in some)), nodeid)
 
     return Scheduling(config, log)
 

@@ -1,6 +1,7 @@
 """Imports point one way: each room may know only the rooms below it."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,19 @@ def test_imports_point_down(path: Path) -> None:
         if other == "fedcog.__version__" or (other.count(".") == 1 and not _is_module(other)):
             continue
         assert room(other) <= room(name), f"{name} imports {other}"
+
+
+def test_the_page_on_design_has_these_rooms_and_names_no_file_that_is_not_there() -> None:
+    page = (ROOT.parent / "docs" / "design.md").read_text()
+    rows = page.split("## Rooms")[1].split("## ")[0].split("\n| `")[1:]
+    told = [name for row in rows for name in re.findall(r"`?(\w+)(?:\.py|/)`", row.split("|")[0])]
+    shown = [name.removeprefix("fedcog.") for names in ROOMS for name in names if "__" not in name]
+    assert sorted(told) == sorted(shown)
+    levels = [room(f"fedcog.{name}") for name in told]
+    assert levels == sorted(levels)
+    files = [path.as_posix() for path in [*MODULES, *ROOT.parent.glob("tests/**/*.py")]]
+    for name in re.findall(r"`([a-z_/]+\.py)`", page):
+        assert any(file.endswith(f"/{name}") for file in files), name
 
 
 def _is_module(name: str) -> bool:

@@ -20,7 +20,7 @@ test: .venv/.ready
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
-	$(BIN)/python -m pytest -n 4 --dist loadscope
+	$(BIN)/python -m pytest -n 3 --dist loadscope
 
 .venv/.ready: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "fedcog needs Python 3.11 or newer, and found none: install it, or name it with make PYTHON=..."; exit 1; }

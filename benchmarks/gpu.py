@@ -31,7 +31,7 @@ from fedcog.experiments.prepare import find_device, surroundings
 from fedcog.experiments.run import carry_out
 from fedcog.experiments.turns import in_step
 from fedcog.federation.rounds import Diverged
-from fedcog.models import ModelError
+from fedcog.fitness import ModelError
 
 UNDER = ("fedprox", "scaffold", "moon", "fedsam", "fedgen", "vhl", "ditto")
 Found = dict[str, Any]

@@ -42,8 +42,9 @@ from fedcog.experiments.summary import Group, group
 from fedcog.experiments.sweep import Tuned, sweep
 from fedcog.experiments.turns import Interrupted
 from fedcog.federation.rounds import Diverged
+from fedcog.fitness import ModelError
 from fedcog.generators import ConvGenerator
-from fedcog.models import Model, ModelError
+from fedcog.models import Model
 from fedcog.settings import ConfigError
 
 __all__ = [

@@ -33,7 +33,8 @@ from fedcog.federation import ranks
 from fedcog.federation.ranks import RankDied
 from fedcog.federation.rounds import Diverged, NoAnswer
 from fedcog.federation.workers import WorkerDied
-from fedcog.models import MODELS, ModelError
+from fedcog.fitness import ModelError
+from fedcog.models import MODELS
 from fedcog.settings import ConfigError
 from fedcog.task import task_of
 

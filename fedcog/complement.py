@@ -18,8 +18,9 @@ from torch.func import functional_call
 from fedcog import streams, tree
 from fedcog.algorithms import Algorithm, Batch, FedCOG, Site
 from fedcog.federation.course import autograd
+from fedcog.fitness import TOKENS, ModelError
 from fedcog.generators import usable
-from fedcog.models import TOKENS, Model, ModelError
+from fedcog.models import Model
 from fedcog.settings import ConfigError, read
 from fedcog.task import task_of
 from fedcog.tree import Params, State

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
 from torch.nn.modules.batchnorm import _NormBase
 
-from fedcog.models import Model, ModelError
+from fedcog.fitness import ModelError
+from fedcog.models import Model
 from fedcog.optimiser import Motion, Optimiser
 from fedcog.tree import Params, State
 

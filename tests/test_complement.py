@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import fedcog
 from fedcog import tree
 from fedcog.algorithms import FedCOG
-from fedcog.models import ModelError, build
+from fedcog.fitness import ModelError
+from fedcog.models import build
 from fedcog.settings import ConfigError
 from fedcog.testing import CLASSES, Small, several, worst
 from tests.user_models import USER_MODELS, own_generator

@@ -16,7 +16,7 @@ ROOMS = [
     {"fedcog.optimiser", "fedcog.pictures", "fedcog.layers", "fedcog.resnet", "fedcog.widths"},
     {"fedcog.data"},
     {"fedcog.task"},
-    {"fedcog.models"},
+    {"fedcog.models", "fedcog.fitness"},
     {"fedcog.generation", "fedcog.generators"},
     {"fedcog.algorithms"},
     {"fedcog.federation"},

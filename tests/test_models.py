@@ -8,7 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fedcog.algorithms import FedAvg
 from fedcog.experiments.pretrained import pretrained
-from fedcog.models import Model, ModelError, build
+from fedcog.fitness import ModelError
+from fedcog.models import Model, build
 from fedcog.testing import CLASSES, Small, images, several, worst
 from tests.user_models import USER_MODELS
 

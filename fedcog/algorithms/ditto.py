@@ -9,7 +9,7 @@ from torch import Tensor
 from fedcog import tree
 from fedcog.algorithms.base import Batch, Effort, Loss, Origin, Site
 from fedcog.algorithms.wrapper import Wrapper
-from fedcog.models import ModelError
+from fedcog.fitness import ModelError
 from fedcog.settings import setting
 from fedcog.tree import Params, State
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from fedcog import generation, generators, tree
 from fedcog.algorithms.base import Batch, Draw, Effort, Extra, Site
 from fedcog.algorithms.wrapper import Wrapper
-from fedcog.models import Model, ModelError
+from fedcog.fitness import ModelError
+from fedcog.models import Model
 from fedcog.settings import setting
 from fedcog.task import Labels
 from fedcog.tree import Params, State

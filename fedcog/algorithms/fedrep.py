@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedcog.algorithms.base import Algorithm, Batch, Effort, Loss, Origin, Site
-from fedcog.models import ModelError
+from fedcog.fitness import ModelError
 from fedcog.settings import setting
 from fedcog.tree import Params, State
 

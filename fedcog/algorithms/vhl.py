@@ -10,7 +10,8 @@ from torch import Tensor
 from fedcog import generators
 from fedcog.algorithms.base import Batch, Draw, Extra, Origin, Site
 from fedcog.algorithms.wrapper import Wrapper
-from fedcog.models import Model, ModelError
+from fedcog.fitness import ModelError
+from fedcog.models import Model
 from fedcog.settings import setting
 from fedcog.tree import Params, State
 

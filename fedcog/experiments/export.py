@@ -20,7 +20,7 @@ from fedcog.algorithms import Algorithm
 from fedcog.experiments.config import name_of
 from fedcog.experiments.record import RecordError, RunDirectory, packed, write_file
 from fedcog.experiments.run import trained
-from fedcog.models import ModelError
+from fedcog.fitness import ModelError
 from fedcog.settings import ConfigError
 
 Format = Literal["safetensors", "torch", "onnx"]

@@ -23,7 +23,8 @@ from fedcog.federation.privacy import Privacy
 from fedcog.federation.rounds import Schedule, round_half_up
 from fedcog.federation.selection import PowerOfChoice, Selection, Uniform
 from fedcog.federation.simulation import Simulation
-from fedcog.models import TOKENS, Model, build
+from fedcog.fitness import TOKENS
+from fedcog.models import Model, build
 from fedcog.optimiser import Optimiser
 from fedcog.settings import ConfigError
 from fedcog.task import Measure, task_of

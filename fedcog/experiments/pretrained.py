@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedcog import generators, pictures
 from fedcog.algorithms import FedCOG
 from fedcog.data import Dataset
-from fedcog.models import ModelError
+from fedcog.fitness import ModelError
 
 
 def pretrained(module: nn.Module, path: str | Path, classes: int = 0) -> tuple[nn.Module, str]:

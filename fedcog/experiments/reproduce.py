@@ -19,7 +19,7 @@ from fedcog.experiments.results import Job, Results, digest
 from fedcog.experiments.run import HEAVY, Run, Watch, carry_out, finish, read
 from fedcog.experiments.turns import Interrupted
 from fedcog.federation.rounds import Diverged
-from fedcog.models import ModelError
+from fedcog.fitness import ModelError
 from fedcog.settings import ConfigError
 
 RESERVE = 8.0

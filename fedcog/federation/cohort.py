@@ -23,7 +23,8 @@ from fedcog.federation.parties import Party, everybody, outcomes, rates_of, sent
 from fedcog.federation.payloads import one_alone
 from fedcog.federation.privacy import Privacy
 from fedcog.federation.workers import Duty, Workers
-from fedcog.models import Model, ModelError
+from fedcog.fitness import ModelError
+from fedcog.models import Model
 from fedcog.optimiser import Optimiser
 from fedcog.task import Task
 from fedcog.tree import Params, State

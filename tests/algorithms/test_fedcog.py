@@ -11,7 +11,8 @@ from torch import nn
 from fedcog import generators, streams, tree
 from fedcog.algorithms import Algorithm, Batch, Draw, FedAvg, FedCOG, FedProx, Site
 from fedcog.federation.course import Members
-from fedcog.models import Model, ModelError, build
+from fedcog.fitness import ModelError
+from fedcog.models import Model, build
 from fedcog.optimiser import Optimiser
 from fedcog.testing import Small, vectors, worst
 from fedcog.tree import Params

@@ -18,7 +18,8 @@ from fedcog.experiments.turns import in_step
 from fedcog.federation import masking
 from fedcog.federation.devices import Device
 from fedcog.federation.simulation import Simulation
-from fedcog.models import Model, ModelError, build
+from fedcog.fitness import ModelError
+from fedcog.models import Model, build
 from fedcog.settings import ConfigError
 from fedcog.testing import CLASSES, Small, worst
 from tests.user_models import USER_MODELS

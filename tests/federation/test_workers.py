@@ -22,7 +22,7 @@ from fedcog.experiments.config import Experiment
 from fedcog.experiments.prepare import surroundings, workers
 from fedcog.federation.rounds import Diverged
 from fedcog.federation.workers import WorkerDied, Workers
-from fedcog.models import ModelError
+from fedcog.fitness import ModelError
 from fedcog.testing import CLASSES, PARTIAL, Small
 from fedcog.tree import Params
 

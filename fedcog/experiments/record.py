@@ -35,7 +35,10 @@ from fedcog.tree import Params, State
 
 FORMAT = 1
 TRIES = 6  # to have a directory for oneself
-OWN = ("experiment.toml", "provenance.json", "federation.safetensors", "rounds.jsonl", "checkpoint.safetensors")
+OWN = (
+    *("experiment.toml", "provenance.json", "federation.safetensors", "rounds.jsonl", "checkpoint.safetensors"),
+    *("diverged.txt", "tracking.json", ".lock"),
+)
 """The files that a run is lost without."""
 
 
@@ -126,7 +129,7 @@ class RunDirectory:
 
     def begin(self, experiment: Experiment, provenance: dict[str, Any]) -> None:
         """Say what this run is of."""
-        for left in self.path.glob(".*.part"):  # of a write that was killed
+        for left in (*self.path.glob(".*.part"), *self.path.glob(".tmp*")):  # ours and safetensors', of a killed write
             left.unlink(missing_ok=True)
         with self._writing("diverged.txt"):
             (self.path / "diverged.txt").unlink(missing_ok=True)  # of an earlier try
@@ -232,12 +235,15 @@ class RunDirectory:
             round = about.get("round")
             return round if type(round) is int else 0
 
-    def lighten(self, heavy: int) -> None:
-        """Do without the checkpoint, if it has so many bytes."""
+    def weighs(self, least: int) -> bool:
+        """Is there a checkpoint of so many bytes, or more?"""
         file = self.path / "checkpoint.safetensors"
-        with self._writing(file.name):
-            if file.exists() and file.stat().st_size >= heavy:
-                file.unlink()
+        return file.exists() and file.stat().st_size >= least
+
+    def lighten(self) -> None:
+        """Do without the checkpoint."""
+        with self._writing("checkpoint.safetensors"):
+            (self.path / "checkpoint.safetensors").unlink(missing_ok=True)
 
     def save_federation(self, tensors: Params, about: dict[str, Any]) -> None:
         """Write down who holds what."""
@@ -341,11 +347,15 @@ def _resting(tensors: Params, about: dict[str, Any]) -> tuple[Params, dict[str, 
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """A page, figure or model, anywhere but in place of what a run consists of."""
-    if path.name in OWN and (path.parent / "experiment.toml").exists():
+    """A page, figure or model, anywhere but in place of what a run consists of, or of what is no file."""
+    place = Path(os.path.realpath(path))  # what a link leads to, and not the link
+    if place.exists() and not place.is_file():
+        kind = "a folder" if place.is_dir() else "a device, or something else that is no file"
+        raise RecordError(f"cannot write {path}: it is {kind}. Choose another place.")
+    if place.name in OWN and (place.parent / "experiment.toml").exists():
         raise RecordError(f"{path} is part of a run, which would be lost: choose another place.")
     try:
-        _replace(path, content)
+        _replace(place, content)
     except OSError as error:
         raise RecordError(f"cannot write {path}: {error.strerror or error}. Choose another place.") from error
 
@@ -379,7 +389,10 @@ def _replacing(final: Path) -> Iterator[Path]:
     final.parent.mkdir(parents=True, exist_ok=True)
     beside = final.with_name(f".{final.name}.{os.getpid()}.part")
     try:
+        beside.touch()
+        usual = beside.stat().st_mode
         yield beside
+        beside.chmod(usual)  # safetensors gives its files to their owner alone
         _flush(beside)
         os.replace(beside, final)
         _flush(final.parent)  # or the new name may not survive a power cut

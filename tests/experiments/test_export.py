@@ -257,7 +257,7 @@ def test_faults_say_what_to_do(run: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert main(["export", "run", "--format", "tensorflow"]) == 2
     assert "choose from 'safetensors', 'torch', 'onnx'" in capsys.readouterr().err
     assert main(["export", "run", "--out", "run"]) == 2
-    assert "cannot write run: Is a directory" in capsys.readouterr().err
+    assert "cannot write run: it is a folder" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="format needs one of safetensors, torch, onnx, not 'keras'"):
         fedcog.export(run, format="keras")  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "onnxscript", None)

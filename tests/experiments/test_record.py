@@ -17,7 +17,7 @@ import torch
 
 import fedcog
 from fedcog import Experiment, FedCOG, FedProx, tree
-from fedcog.experiments.record import RecordError, RunDirectory
+from fedcog.experiments.record import RecordError, RunDirectory, write_file
 
 TINY = Experiment(
     algorithm=FedCOG(FedProx(), count=8, steps=3, start_round=2),
@@ -220,6 +220,32 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RecordError, match="cannot write to"):
         fedcog.run(TINY, tmp_path / "file" / "run", report=False)
+
+
+def test_files_are_everybodys_as_far_as_the_mask_says(whole: tuple[Path, float]) -> None:
+    usual = (whole[0] / "experiment.toml").stat().st_mode
+    assert {file.stat().st_mode for file in whole[0].rglob("*") if file.is_file()} == {usual}
+
+
+def test_what_a_killed_write_left_goes(whole: tuple[Path, float], tmp_path: Path) -> None:
+    """Temporary files of safetensors' own, too: those of a large checkpoint would fill a disk."""
+    shutil.copytree(whole[0], tmp_path / "run")
+    for name in (".checkpoint.safetensors.1.part", ".tmpgC8sX4"):
+        (tmp_path / "run" / name).write_bytes(b"half")
+    fedcog.run(dataclasses.replace(TINY, rounds=7), tmp_path / "run", resume=True, report=False)
+    hidden = {file.name for file in (tmp_path / "run").rglob(".*")}
+    assert hidden == {".lock"}
+
+
+def test_only_files_are_written_over_and_links_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "there").write_bytes(b"before")
+    (tmp_path / "link").symlink_to("there")
+    write_file(tmp_path / "link", b"after")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "there").read_bytes() == b"after"
+    os.mkfifo(tmp_path / "queue")
+    with pytest.raises(RecordError, match="a device, or something else that is no file"):
+        write_file(tmp_path / "queue", b"after")
+    assert (tmp_path / "queue").is_fifo()
 
 
 def test_rounds_are_known_without_reading_all(whole: tuple[Path, float], tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from fedcog.experiments.record import Busy, RecordError, RunDirectory
 from fedcog.experiments.results import Job, Results, digest
 from fedcog.experiments.run import HEAVY, Run, Watch, carry_out, finish, read
 from fedcog.experiments.turns import Interrupted
+from fedcog.experiments.warm import NoStart
 from fedcog.federation.rounds import Diverged
 from fedcog.fitness import ModelError
 from fedcog.settings import ConfigError
@@ -86,7 +87,12 @@ class Queue:
 
     def work(self, all_: Sequence[list[Job]]) -> Ended:
         """Do what is not done. What another process is at is left to it, unless it stops; what fails stops nothing."""
-        failed, waiting = list[str](), [stack for stack in all_ if not all(known(one, self.results) for one in stack)]
+        failed, waiting = list[str](), list[list[Job]]()
+        for stack in all_:
+            if all(known(one, self.results) for one in stack):
+                self._let_go(stack)  # who was killed may have had no time for it
+            else:
+                waiting.append(stack)
         while waiting and not self._stopping():
             later = []
             for place, stack in enumerate(waiting):
@@ -122,13 +128,22 @@ class Queue:
             yield
 
     def _do(self, stack: list[Job]) -> None:
-        """A stack, and what it starts from."""
-        left = self._left(stack)
-        starts = list(dict.fromkeys(Job(one.start) for one in left if one.start is not None))
-        for begun in stacks([one for one in starts if not self._finished(one)]):
+        """A stack, and what it starts from; once more, if another process lets a start go before it is read."""
+        while left := self._left(stack):
+            self._start([Job(one.start) for one in left if one.start is not None])
+            with contextlib.suppress(NoStart):
+                self._go_on(left)
+        self._let_go(stack)
+
+    def _start(self, starts: Sequence[Job]) -> None:
+        """What others start from, as far as it is not done."""
+        for begun in stacks([one for one in dict.fromkeys(starts) if not self._finished(one)]):
             with self._claimed(begun):
                 if missing := [one for one in begun if not self._finished(one)]:  # somebody may have been quicker
                     self._carry_out(missing)
+
+    def _go_on(self, left: list[Job]) -> None:
+        """What is not done of a stack, once its starts are."""
         lost = [one for one in left if one.start is not None and self._diverged(Job(one.start))]
         for one in lost:
             assert one.start is not None
@@ -139,10 +154,16 @@ class Queue:
         runs = [one for one in left if not one.probe]
         for one, run in zip(runs, self._carry_out(runs) if runs else [], strict=True):
             self.results.add(one, digest(run))
-        if self._planned is not None:
-            for start in starts:
-                if all(known(one, self.results) for one in self._planned if one.start == start.experiment):
-                    RunDirectory(self.results.run_directory(start)).lighten(HEAVY)
+
+    def _let_go(self, done: Sequence[Job]) -> None:
+        """Do without the heavy checkpoints of starts that nothing planned needs any more."""
+        if self._planned is None:
+            return
+        for start in dict.fromkeys(one.start for one in done if one.start is not None):
+            place = RunDirectory(self.results.run_directory(Job(start)))
+            needing = [one for one in self._planned if one.start == start] if place.weighs(HEAVY) else []
+            if needing and all(known(one, self.results) for one in needing):
+                place.lighten()
 
     def _diverged(self, one: Job) -> bool:
         return bool(RunDirectory(self.results.run_directory(one)).failure())

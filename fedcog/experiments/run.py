@@ -365,7 +365,10 @@ def _told(error: Diverged, experiment: Experiment, directory: RunDirectory, last
     """Where training diverged: the last good round is saved, and the likely setting named."""
     if last is not None:  # and not the store as it is now: the round that failed may have moved it
         directory.save(last)
-    good = f"The checkpoint is that of round {error.round}." if error.round else "There is no good round before it."
+    good = "There is no good round before it."
+    if error.round:
+        kept = directory.rounds()
+        good = f"The checkpoint is that of round {kept}." if kept else "No checkpoint of a round before it is kept."
     told = Diverged(error.clients, error.round, f"{advice(experiment, error)} {good}")
     directory.fail(str(told))
     return told

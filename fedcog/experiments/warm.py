@@ -12,6 +12,10 @@ FREE = {"algorithm", "rounds", "evaluate_every", "evaluate_local", "checkpoint_e
 """Settings in which a run and its start may differ."""
 
 
+class NoStart(RecordError):
+    """A start that has gone: another process may have been done with it."""
+
+
 def inherit(directory: RunDirectory, prepared: Prepared, start: RunDirectory) -> Checkpoint:
     """The first rounds of a run, taken over from the finished run `start`, written down as its own.
 
@@ -19,7 +23,9 @@ def inherit(directory: RunDirectory, prepared: Prepared, start: RunDirectory) ->
     this the first round.
     """
     experiment, begun, checkpoint = prepared.experiment, start.experiment(), start.load()
-    if checkpoint is None or checkpoint.round != begun.rounds or begun.rounds > experiment.rounds:
+    if checkpoint is None:
+        raise NoStart(f"the run in {start.path} is not finished, or its checkpoint is gone: it must be run again.")
+    if checkpoint.round != begun.rounds or begun.rounds > experiment.rounds:
         raise RecordError(
             f"the run in {start.path} is no start for this one: it is not finished, or longer. Delete it, and it "
             "is run again."

@@ -323,6 +323,34 @@ def test_a_heavy_start_goes_when_nothing_that_is_planned_needs_it(
     assert Queue(results, planned=jobs(FEW)).work([[several[0]]]) == ([], 0) and found(results, several) == before
 
 
+def test_a_start_that_another_process_lets_go_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, *_) = jobs(FEW)
+    assert one.start is not None
+    results, gone = Results(tmp_path), list[Path]()
+    start = RunDirectory(results.run_directory(Job(one.start)))
+    going_on = Queue._go_on
+
+    def late(self: Queue, left: list[Job]) -> None:
+        if not gone:
+            start.lighten()  # between the moment it is seen to be there and the moment it is read
+            gone.append(start.path)
+        going_on(self, left)
+
+    monkeypatch.setattr(Queue, "_go_on", late)
+    assert Queue(results).work([[one]]) == ([], 0) and gone and results.has(one)
+
+
+def test_a_start_that_was_to_go_when_we_were_killed_goes_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reproduce, "HEAVY", 1)
+    several = [one for one in jobs(FEW) if one.seed == 0 and one.start == jobs(FEW)[0].start]
+    assert several[0].start is not None
+    results, stack = Results(tmp_path), [[one] for one in several]
+    assert Queue(results).work(stack) == ([], 0)  # which knows of no plan, and so lets nothing go
+    start = RunDirectory(results.run_directory(Job(several[0].start)))
+    assert start.weighs(1)
+    assert Queue(results, planned=[*several, *jobs(FEW)]).work(stack) == ([], 0) and not start.weighs(1)
+
+
 def test_a_start_that_diverges_costs_its_own_runs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = Results(tmp_path)
     small = FEW._replace(cells=tuple(cell for cell in FEW.cells if cell.block == BLOCKS[0]))

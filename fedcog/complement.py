@@ -7,7 +7,8 @@
 These are the hooks that the engine calls, on plain networks; given its seed, round and client, also on its numbers.
 """
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +25,9 @@ from fedcog.models import Model
 from fedcog.settings import ConfigError, read
 from fedcog.task import task_of
 from fedcog.tree import Params, State
+
+MOST = 10**12
+"""Examples of a class that a client may have: sums of more would not be exact."""
 
 
 class Given(Algorithm):
@@ -50,6 +54,8 @@ class Complement:
 
     def batch(self, size: int = 64) -> dict[str, Tensor]:
         """The next inputs {"x"} with {"y"} and {"logits"}: shuffled, and each once before any comes twice."""
+        if size < 1:
+            raise ValueError(f"a batch has at least one input, not {size}.")
         first, self._served = self._served, self._served + size
         if self._served > len(self._order):
             seed, round, client = self._stream
@@ -70,6 +76,7 @@ class Complement:
         return self._cog.data_loss({"real": real, "made": outputs}, {"made": batch}, self._site)
 
 
+@torch.inference_mode(False)
 def generate(
     global_model: nn.Module,
     previous_model: nn.Module | None,
@@ -92,14 +99,18 @@ def generate(
     own = isinstance(module, nn.Module)
     known, faults = read(FedCOG, {"generator": "custom" if own else module} | settings, "fedcog.")
     faults += _uncounted("counts", counts) + ([] if sizes is None else _uncounted("sizes", sizes))
+    whole = {"seed": seed, "round": round, "client": client}
     faults += [
-        f"{name} needs a whole number >= 0, not {value!r}."
-        for name, value in {"seed": seed, "round": round, "client": client}.items()
-        if value < 0
+        f"{name} needs a whole number >= 0, not {value!r}." for name, value in whole.items() if not _whole(value)
     ]
+    shape = tuple(input_shape) if isinstance(input_shape, Iterable) else (input_shape,)
+    if not shape or not all(_whole(side) and side > 0 for side in shape):
+        faults.append(f"input_shape needs the sides of one input, such as (1, 28, 28), not {input_shape!r}.")
+    if known.get("control", "off") != "off":
+        faults.append("fedcog.control is for the engine, which has the learning rate in hand: leave it out.")
     if faults:
         raise ConfigError(faults)
-    cog, shape = replace(FedCOG(Given(), **known), start_round=0), tuple(input_shape)
+    cog = replace(FedCOG(Given(), **known), start_round=0)
     model = Model(global_model, shape, len(counts), trained=False)
     if not model.params:
         raise ModelError("the global model has no weights that could be trained.")
@@ -114,11 +125,11 @@ def generate(
         model=model,
         task=task_of(len(counts), sizes is not None),
         shared=shared,
-        own={"previous": _weights(previous_model or global_model, shared)},
+        own={"previous": _weights(global_model if previous_model is None else previous_model, shared)},
         buffers=model.buffers,
         weight=zero + 1,
-        counts=torch.as_tensor(counts, device=some.device),
-        sizes=torch.as_tensor([0] if sizes is None else sizes, device=some.device),
+        counts=torch.as_tensor(counts, device=some.device).long(),
+        sizes=torch.as_tensor([0] if sizes is None else sizes, device=some.device).long(),
         round=now,
         step=now * 0,
         steps=now * 0,
@@ -137,7 +148,7 @@ def generate(
         made = cog.extra_data(site, draft).groups.get("made")
     if made is None:
         raise ConfigError(["fedcog.source 'nothing' generates nothing: leave generate out instead."])
-    if not bool(made["x"].isfinite().all()):
+    if not all(bool(made[name].isfinite().all()) for name in ("x", "logits")):
         raise ModelError(
             f"what was generated is not finite: the models' weights ({some.dtype}) are not, or are of too few bits."
         )
@@ -153,13 +164,28 @@ def distillation_loss(outputs: Tensor, teacher: Tensor, several: bool = False) -
 
 def _uncounted(name: str, values: Sequence[int] | Tensor) -> list[str]:
     """Why those are no numbers of examples, if so."""
-    found = torch.as_tensor(values)
-    whole = found.dim() == 1 and bool((found.isfinite() & (found >= 0) & (found == found.trunc())).all())
-    return [] if whole else [f"{name} needs whole numbers >= 0, one after another, not {values!r}."]
+    try:
+        found = torch.as_tensor(values)
+        fine = found.dim() == 1 and found.dtype is not torch.bool and not found.is_complex()
+        number = found.double()
+        fine = fine and bool(((number >= 0) & (number <= MOST) & (number == number.trunc())).all())
+    except (TypeError, ValueError, RuntimeError):  # torch's words for what is no row of numbers
+        fine = False
+    return [] if fine else [f"{name} needs whole numbers from 0 to {MOST:.0e}, one after another, not {values!r}."]
+
+
+def _whole(value: Any) -> bool:
+    """Is it a whole number, and not below 0?"""
+    try:
+        return not isinstance(value, bool) and operator.index(value) >= 0
+    except TypeError:
+        return False
 
 
 def _weights(module: nn.Module, shared: Mapping[str, Params]) -> Params:
     """A network's weights by name, of the same form as what is shared."""
+    if not isinstance(module, nn.Module):
+        raise ModelError(f"the previous model must be a network like the global one, not of {type(module).__name__}.")
     found = dict(module.named_parameters()) | dict(module.named_buffers())
     wanted = shared["params"] | shared["buffers"]
     if odd := [name for name, value in wanted.items() if name not in found or found[name].shape != value.shape]:

@@ -12,13 +12,29 @@ class ModelError(Exception):
     """A network that cannot be federated: says which part, why, and what to do."""
 
 
-def federable(module: nn.Module, input_shape: tuple[int, ...], classes: int, batch: int) -> tuple[set[str], str | None]:
-    """Try the network out; name the floating buffers that training moves, and its head."""
+def copied(module: nn.Module) -> nn.Module:
+    """A copy of a network, if it is one that can be had, and called as it is."""
+    if not isinstance(module, nn.Module):
+        raise ModelError(f"{type(module).__name__} is no nn.Module: give an instance of one, such as MyNet().")
+    if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise ModelError(f"the network is wrapped in {type(module).__name__}: give what is inside, model.module.")
     for name, part in module.named_modules():
         if any(isinstance(value, nn.UninitializedParameter) for value in part.parameters(recurse=False)):
             raise ModelError(
                 f"layer '{name}' ({type(part).__name__}) has no shape yet: call the network once on an example first."
             )
+    try:
+        return copy.deepcopy(module)
+    except (RuntimeError, TypeError, NotImplementedError) as error:  # torch's words, or those of what cannot be copied
+        raise ModelError(
+            f"the network cannot be copied ({str(error).splitlines()[0]}): it may keep activations of its last call, "
+            "or be compiled to a script. Give one that keeps nothing but weights."
+        ) from error
+
+
+def federable(module: nn.Module, input_shape: tuple[int, ...], classes: int, batch: int) -> tuple[set[str], str | None]:
+    """Try the network out; name the floating buffers that training moves, and its head."""
+    for name, part in module.named_modules():
         if "num_batches_tracked" in part._buffers and getattr(part, "momentum", 0.1) is None:
             raise ModelError(
                 f"layer '{name}' ({type(part).__name__}) has momentum=None, a cumulative average that would depend on "

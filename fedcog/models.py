@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from fedcog.fitness import ModelError, federable, takes_channels_last, usable
+from fedcog.fitness import ModelError, copied, federable, takes_channels_last, usable
 from fedcog.layers import Layers
 from fedcog.resnet import resnet18, resnet18_gn
 from fedcog.tree import Params
@@ -39,14 +39,12 @@ class Model:
         generator: nn.Module | None = None,
         trained: bool = True,
     ) -> None:
-        if not isinstance(module, nn.Module):
-            raise ModelError(f"{module!r} is not an nn.Module: give an instance, such as MyNet().")
+        module = copied(module)
         moving, self.head = (
             federable(module, input_shape, classes, min(batch, 4)) if trained else usable(module, input_shape, classes)
         )
         self.input_shape, self.classes, self.generator = tuple(input_shape), classes, generator
         self._channels_last = trained and takes_channels_last(module, input_shape, min(batch, 4))
-        module = copy.deepcopy(module)
         for part in module.modules():
             if "num_batches_tracked" in part._buffers:  # a counter no result depends on; vmap cannot write to it
                 part._buffers["num_batches_tracked"] = None
@@ -150,11 +148,10 @@ class Model:
     def smooth(self) -> bool:
         """Do its outputs have a gradient with respect to its inputs? Those of a network of tokens have none."""
         inputs = next(iter(self.params.values())).new_zeros(2, *self.input_shape).requires_grad_()
+        weights = {name: value.detach() for name, value in (self.params | self.buffers).items()}
         with torch.enable_grad():
-            outputs = self.predict(
-                {name: value.detach() for name, value in (self.params | self.buffers).items()}, inputs
-            )
-        return outputs.requires_grad and torch.autograd.grad(outputs.sum(), inputs, allow_unused=True)[0] is not None
+            total = self.predict(weights, inputs).sum()
+        return total.requires_grad and torch.autograd.grad(total, inputs, allow_unused=True)[0] is not None
 
     @property
     def cost(self) -> int:

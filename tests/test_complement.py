@@ -135,9 +135,15 @@ def test_the_distillation_loss_is_a_divergence() -> None:
     torch.testing.assert_close(fedcog.distillation_loss(student, teacher, several=True), each.sum(-1).mean())
 
 
-@pytest.mark.parametrize("counts", [[-1] * CLASSES, [0.5] * CLASSES, [float("nan")] * CLASSES, [[1]] * CLASSES])
-def test_counts_are_numbers_of_examples(counts: list[Any]) -> None:
-    with pytest.raises(ConfigError, match="counts needs whole numbers >= 0"):
+@pytest.mark.parametrize(
+    "counts",
+    [
+        *([-1] * CLASSES, [0.5] * CLASSES, [float("nan")] * CLASSES, [[1]] * CLASSES, [2**62] * CLASSES),
+        *(None, "many", {0: 1}, ["a"] * CLASSES, [True] * CLASSES),
+    ],
+)
+def test_counts_are_numbers_of_examples(counts: Any) -> None:
+    with pytest.raises(ConfigError, match=r"counts needs whole numbers from 0 to 1e\+12"):
         fedcog.generate(build("small", SHAPE, CLASSES, seed=0), None, counts, SHAPE, **OPTIONS)
 
 
@@ -145,12 +151,61 @@ def test_what_is_not_finite_is_not_trained_on() -> None:
     module = build("small", SHAPE, CLASSES, seed=0)
     for value in module.parameters():
         nn.init.constant_(value, float("nan"))
-    with pytest.raises(ModelError, match="not finite"):
-        fedcog.generate(module, None, [1] * CLASSES, SHAPE, **OPTIONS)
+    for steps in (4, 0):
+        with pytest.raises(ModelError, match="not finite"):
+            fedcog.generate(module, None, [1] * CLASSES, SHAPE, **OPTIONS | {"steps": steps})
+
+
+def test_counts_may_be_of_any_kind_of_number() -> None:
+    module, counts = build("small", SHAPE, CLASSES, seed=0), [90, 0, 30, 60, 90, 0, 1, 2, 3, 127][:CLASSES]
+    asked = [fedcog.generate(module, None, kind, SHAPE, source="noise").y for kind in (counts, torch.tensor(counts))]
+    for kind in (torch.uint8, torch.int8, torch.int16, torch.float16):
+        asked.append(fedcog.generate(module, None, torch.tensor(counts, dtype=kind), SHAPE, source="noise").y)
+    assert all(torch.equal(one, asked[0]) for one in asked) and int(asked[0].max()) < CLASSES
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+def test_it_may_be_called_where_gradients_are_off(around: Any) -> None:
+    module = build("small", SHAPE, CLASSES, seed=0)
+    usual = fedcog.generate(module, None, [5, *[0] * (CLASSES - 1)], SHAPE, **OPTIONS)
+    with around():
+        made = fedcog.generate(module, None, [5, *[0] * (CLASSES - 1)], SHAPE, **OPTIONS)
+    assert torch.equal(made.x, usual.x)
+    made.loss(torch.tensor(1.0), module).backward()  # type: ignore[no-untyped-call]
+
+
+def test_networks_that_cannot_be_copied_or_called_are_refused() -> None:
+    module, counts = build("small", SHAPE, CLASSES, seed=0), [1] * CLASSES
+    with pytest.raises(ModelError, match=r"wrapped in DataParallel: give what is inside, model\.module"):
+        fedcog.generate(nn.DataParallel(module), None, counts, SHAPE)
+    with pytest.raises(ModelError, match="has no shape yet"):
+        fedcog.generate(nn.Sequential(nn.Flatten(), nn.LazyLinear(CLASSES)), None, counts, SHAPE)
+    with pytest.raises(ModelError, match=r"OrderedDict is no nn\.Module"):
+        fedcog.generate(module.state_dict(), None, counts, SHAPE)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="must be a network like the global one, not of OrderedDict"):
+        fedcog.generate(module, module.state_dict(), counts, SHAPE)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="must be of the same form"):
+        fedcog.generate(module, nn.Sequential(), counts, SHAPE)
+    kept = copy.deepcopy(module)
+    kept.last = kept(torch.zeros(2, *SHAPE)) + 0  # type: ignore[assignment]
+    with pytest.raises(ModelError, match=r"cannot be copied .* may keep activations"):
+        fedcog.generate(kept, None, counts, SHAPE)
 
 
 def test_what_cannot_work_is_told() -> None:
     module = build("small", SHAPE, CLASSES, seed=0)
+    for name, value in {"seed": 1.5, "round": "a", "client": "hospital-A"}.items():
+        with pytest.raises(ConfigError, match=f"{name} needs a whole number >= 0, not '?{value}"):
+            fedcog.generate(module, None, [1] * CLASSES, SHAPE, **{name: value})  # type: ignore[arg-type]
+    for shape in (0, (), (1, 8, 0), ("a",), (1.5,)):
+        with pytest.raises(ConfigError, match="input_shape needs the sides of one input"):
+            fedcog.generate(module, None, [1] * CLASSES, shape)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"fedcog\.control is for the engine"):
+        fedcog.generate(module, None, [1] * CLASSES, SHAPE, control="lr")
+    made = fedcog.generate(module, None, [1] * CLASSES, SHAPE, **OPTIONS)
+    for size in (0, -1):
+        with pytest.raises(ValueError, match="at least one input"):
+            made.loss(torch.tensor(1.0), module, size)
     for name in ("seed", "round", "client"):
         with pytest.raises(ConfigError, match=f"{name} needs a whole number >= 0, not -1"):
             fedcog.generate(module, None, [1] * CLASSES, SHAPE, **{name: -1})  # type: ignore[arg-type]

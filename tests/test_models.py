@@ -120,7 +120,7 @@ class Twins(nn.Module):
         (nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5)), "'1' must draw random numbers"),
         (Noisy(), "does not give the same outputs"),
         (Twins(), "gave tuple"),
-        (Twins, "give an instance"),
+        (Twins, "is no nn.Module: give an instance"),
         (Hidden(), "'drop' must draw random numbers"),
         (Counting(), "'count' counts in training"),
         (TwoFaced(), "in evaluation mode the network gave"),

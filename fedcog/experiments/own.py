@@ -1,11 +1,14 @@
-"""Algorithms of your own, named on the command line: FILE.py:Class."""
+"""What is your own: algorithms named on the command line, FILE.py:Class; and by what such things are known again."""
 
+import contextlib
 import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+from torch import nn
 
 from fedcog import settings
 from fedcog.algorithms import ALGORITHMS, Algorithm
@@ -66,3 +69,19 @@ def load(path: Path, name: str) -> type[Algorithm]:
     if found.__name__ in {*ALGORITHMS, *settings.settings(Experiment), "algorithm"}:
         raise ConfigError([f"{path}: an algorithm of your own cannot be called {found.__name__}; that name is taken."])
     return found
+
+
+def own_code(classes: Iterable[type]) -> str:
+    """The source of classes, and of what they derive from, as far as that is yours and can be had."""
+    found = dict.fromkeys(base for one in classes for base in one.__mro__)
+    code = ""
+    for one in found:
+        if one.__module__.partition(".")[0] not in ("fedcog", "torch", "builtins", "abc", "typing"):
+            with contextlib.suppress(OSError, TypeError):
+                code += inspect.getsource(one)
+    return code
+
+
+def known_by(network: nn.Module | None) -> str:
+    """What tells a network from others: how it is built, and the code of your own in it."""
+    return "" if network is None else repr(network) + own_code(type(part) for part in network.modules())

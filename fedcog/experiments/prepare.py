@@ -4,7 +4,6 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
-import inspect
 import multiprocessing
 import os
 import sys
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from fedcog.data import DataError, Dataset, FederatedData, partition, shifts, sources
 from fedcog.experiments.config import Experiment, Recorded, RecordedWrapper, generating, layers, name_of
+from fedcog.experiments.own import known_by, own_code
 from fedcog.experiments.pretrained import pretrained, ready_generator
 from fedcog.federation import evaluate, graphs
 from fedcog.federation.cohort import Cohort, Mapping
@@ -94,7 +94,7 @@ class Prepared:
         self.model_name = "custom" if module is not None else model_name(experiment, shape)
         if module is None:
             module = build(self.model_name, shape, classes, experiment.seed)
-        self.network = repr(module)
+        self.network = known_by(module)
         if experiment.pretrained:
             module, digest = pretrained(module, experiment.pretrained, classes)
             self.network += digest
@@ -223,7 +223,7 @@ class Prepared:
             "data": self._fingerprint(),
             "model": self.model_name,
             "network": hashlib.sha256(self.network.encode()).hexdigest()[:16],
-            "code": hashlib.sha256(_own_code(self.experiment).encode()).hexdigest()[:16],
+            "code": hashlib.sha256(self._code().encode()).hexdigest()[:16],
             "input_shape": list(self.model.input_shape),
             "classes": self.model.classes,
         }
@@ -252,22 +252,15 @@ class Prepared:
         """What a report should show, with inputs as pictures again."""
         return {name: self.data.pictures(value) if name == "images" else value for name, value in exhibit.items()}
 
+    def _code(self) -> str:
+        return own_code(type(layer) for _, layer in layers(self.experiment.algorithm))
+
     def _fingerprint(self) -> str:
         digest = hashlib.sha256(self.dataset.fingerprint.encode())
         for part in self.indices:
             digest.update(f"{part.dtype} {list(part.shape)}".encode())
             digest.update(part.contiguous().numpy().data)
         return digest.hexdigest()[:16]
-
-
-def _own_code(experiment: Experiment) -> str:
-    """The source of the algorithms that are not ours, where it can be had."""
-    found = ""
-    for _, layer in layers(experiment.algorithm):
-        if not type(layer).__module__.startswith("fedcog."):
-            with contextlib.suppress(OSError, TypeError):
-                found += inspect.getsource(type(layer))
-    return found
 
 
 def share_out(experiment: Experiment, dataset: Dataset) -> list[Tensor]:

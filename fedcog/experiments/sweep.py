@@ -21,6 +21,7 @@ from fedcog.experiments import plan
 from fedcog.experiments import search as searching
 from fedcog.experiments import space as spaces
 from fedcog.experiments.config import Experiment, layers, name_of
+from fedcog.experiments.own import known_by, own_code
 from fedcog.experiments.record import RecordError, RunDirectory, write_file
 from fedcog.experiments.reproduce import Queue
 from fedcog.experiments.results import Job, Results
@@ -148,7 +149,7 @@ class Sweep:
 
     def __init__(self, what: Plan, out: str | Path, about: str = "") -> None:
         self.plan, self.results = what, Results(out)
-        self._about = about  # your own data and network, which no setting tells apart
+        self._about = about  # your own data, networks and algorithms, which no setting tells apart
         self._memory: dict[tuple[str, int], Point] = {}
 
     def begin(self) -> None:
@@ -165,7 +166,7 @@ class Sweep:
         except (OSError, ValueError, RecursionError) as error:
             raise RecordError(f"{file} is damaged ({error}): choose another --out.") from error
         if differ := [name for name in mine if mine[name] != there.get(name)]:
-            names = [name if name != "about" else "data or networks of your own" for name in differ]
+            names = [name if name != "about" else "data, networks or algorithms of your own" for name in differ]
             raise RecordError(
                 f"{self.results.path} holds another sweep ({', '.join(names)} differ), whose trials would go "
                 "uncounted: choose another --out."
@@ -329,9 +330,9 @@ def carry_out(
 ) -> list[Tuned]:
     """A plan carried out in the folder `out`, or gone on with, and its report; `told` is as in `sweep`."""
     own: dict[str, Any] = {"data": data, "model": model, "generator": generator}
-    about = [data.fingerprint if data is not None else "", repr(model), repr(generator)]
-    mine = any(one is not None for one in own.values())
-    running = Sweep(what, out, hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16] if mine else "")
+    about = [data.fingerprint if data is not None else "", *(known_by(one) for one in (model, generator))]
+    about += [own_code([type(layer) for _, layer in layers(one.algorithm)]) for one in what.experiments]
+    running = Sweep(what, out, hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16] if any(about) else "")
     running.begin()
     running.work(Queue(running.results, **own, **told))
     found = running.done()

@@ -1,6 +1,7 @@
 """The same from Python: your own data, your own network, and the trained model back."""
 
 import dataclasses
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,21 @@ def test_odd_buffers_and_names_survive(tmp_path: Path) -> None:
     more = dataclasses.replace(TINY, rounds=4)
     with pytest.raises(RecordError, match="of another network"):
         fedcog.run(more, tmp_path / "run", data=blobs(), model=nn.Linear(5, 3), resume=True, report=False)
+
+
+def test_a_network_that_only_looks_the_same_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    nets = list[nn.Module]()
+    for name, sign in {"one_net": "", "other_net": "-"}.items():
+        code = f"class Net(nn.Linear):\n    def forward(self, x):\n        return {sign}super().forward(x)\n"
+        (tmp_path / f"{name}.py").write_text(f"from torch import nn\n\n\n{code}")
+        nets.append(importlib.import_module(name).Net(5, 3))
+    assert repr(nets[0]) == repr(nets[1])
+    fedcog.run(TINY, tmp_path / "run", data=blobs(), model=nets[0], report=False)
+    more = dataclasses.replace(TINY, rounds=TINY.rounds + 1)
+    with pytest.raises(RecordError, match="of another network"):
+        fedcog.run(more, tmp_path / "run", data=blobs(), model=nets[1], resume=True, report=False)
+    fedcog.run(more, tmp_path / "run", data=blobs(), model=nets[0], resume=True, report=False)
 
 
 def test_the_callers_torch_settings_matter_not_and_are_kept(tmp_path: Path) -> None:

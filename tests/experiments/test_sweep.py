@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import linecache
 import os
 import shutil
 import signal
@@ -101,7 +102,7 @@ def test_the_test_set_has_no_say_in_what_is_chosen(tmp_path: Path) -> None:
         trial_run = "evaluate_test = false" in (file.parent / "experiment.toml").read_text()
         assert all(("accuracy" in line) != trial_run for line in lines)
         assert all(("validation_accuracy" in line) == trial_run for line in lines)
-    with pytest.raises(RecordError, match="holds another sweep \\(data or networks of your own differ\\)"):
+    with pytest.raises(RecordError, match="holds another sweep \\(data, networks or algorithms of your own differ\\)"):
         fedcog.sweep(method, offered, tmp_path / "1", data=digits(0), **how)  # type: ignore[arg-type]
 
 
@@ -228,6 +229,24 @@ def test_another_sweep_in_the_same_folder_is_refused(done: tuple[Path, list[Tune
             fedcog.sweep(METHODS, SPACE, done[0], **(HOW | change))  # type: ignore[arg-type]
     with pytest.raises(RecordError, match="space differ"):
         fedcog.sweep(METHODS, {"lr": [0.1, 0.2, 0.3]}, done[0], **HOW)  # type: ignore[arg-type]
+
+
+def test_other_code_of_an_algorithm_of_ones_own_is_another_sweep(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its trials would be those of the old code, and seeds that are added of the new."""
+    monkeypatch.chdir(tmp_path)
+    Path("space.toml").write_text("lr = [0.1, 0.2]\n")
+    what = "--algorithms mine.py:Mine --space space.toml --trials 2 --seeds 0 --out out --quiet"
+    small = "--dataset digits --clients 3 --rounds 1 --local-steps 1 --threads 1"
+    code = "import fedcog\n\n\nclass Mine(fedcog.Algorithm):\n    strength = {}\n"
+    for factor, wanted in ((1.0, 0), (1.0, 0), (2.0, 2)):
+        Path("mine.py").write_text(code.format(factor))
+        for name in [name for name in sys.modules if name.startswith("fedcog_own_")]:
+            monkeypatch.delitem(sys.modules, name)  # as in another process
+        linecache.clearcache()
+        assert main(["sweep", *what.split(), *small.split()]) == wanted
+    assert "algorithms of your own differ" in capsys.readouterr().err
 
 
 def test_the_command_tells_all_faults_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -243,9 +243,9 @@ def _report(options: argparse.Namespace, rest: list[str]) -> int:
     if options.target is not None and not 0 < options.target <= 1:
         raise ConfigError([f"target needs a share > 0 and <= 1, such as 0.6, not {options.target:g}."])
     found = record.runs_below(options.directories)
-    out = Path(options.out) if options.out else Path(options.directories[0]) / "report.html"
-    if len(options.directories) > 1 and not options.out:
-        out = Path("report.html")
+    place = Path(options.directories[0]) if len(options.directories) == 1 else Path()
+    name = "report.html" if not (place / "sweep.json").exists() else "runs.html"  # a sweep has a report of its own
+    out = Path(options.out or place / name)
     record.write_file(out, page(found, target=options.target).encode())
     runs = [read(path) for path in found]
     if options.table:
@@ -293,14 +293,14 @@ def _reproduce(options: argparse.Namespace, rest: list[str]) -> int:
     telling = options.status or not (options.render or options.smoke or options.seeds or options.datasets)
     if not options.names and not options.render and not telling:
         faults.append("say what to run: all, or some of those that fedcog reproduce lists.")
-    chosen = [study for name, study in known.items() if {name, "all"} & {*options.names}] or list(known.values())
     seeds = _seeds(options.seeds or [], faults)
     part, parts = _shard(options.shard, faults)
     if options.smoke:
-        chosen = [smoke.tiny(study) for study in chosen]
+        known = {name: smoke.tiny(study) for name, study in known.items()}
         faults += ["--smoke is on digits alone: leave --datasets out."] if options.datasets else []
     if seeds:
-        chosen = [study._replace(seeds=tuple(seeds)) for study in chosen]
+        known = {name: study._replace(seeds=tuple(seeds)) for name, study in known.items()}
+    chosen = [study for name, study in known.items() if {name, "all"} & {*options.names}] or list(known.values())
     if options.time_budget is not None and not reproduce.RESERVE < options.time_budget < 1e9:
         faults.append(
             f"time-budget needs more seconds than the {reproduce.RESERVE:g} that are kept back to write things down, "
@@ -317,7 +317,7 @@ def _reproduce(options: argparse.Namespace, rest: list[str]) -> int:
     record.check_writable(out, "--out" if options.out else "--results")
     if not options.render:
         record.check_writable(results.path, "--results")
-        code = _work(options, chosen, results, part, parts)
+        code = _work(options, chosen, list(known.values()), results, part, parts)
     from fedcog.experiments.report import reproduction  # draws: loads matplotlib
 
     reproduction.write(chosen, results, out)
@@ -325,8 +325,10 @@ def _reproduce(options: argparse.Namespace, rest: list[str]) -> int:
     return code
 
 
-def _work(options: argparse.Namespace, chosen: list[Study], results: Results, part: int, parts: int) -> int:
-    """What is to be run of some studies, as far as time allows; the exit code."""
+def _work(
+    options: argparse.Namespace, chosen: list[Study], known: list[Study], results: Results, part: int, parts: int
+) -> int:
+    """What is to be run of some studies of those that are known, as far as time allows; the exit code."""
     limits = options.datasets or (), options.data_dir or ""
     wanted = list(dict.fromkeys(job for study in chosen for job in plan.jobs(study, *limits)))
     _check_there({job.experiment.dataset for job in wanted}, options.data_dir)
@@ -340,7 +342,7 @@ def _work(options: argparse.Namespace, chosen: list[Study], results: Results, pa
             stopping=progress.stopping,
             say=lambda text: console.aside(text, options.style),
             command=shlex.join(words),  # where things lie is nobody's business
-            planned=[*wanted, *(job for study in paper.studies().values() for job in plan.jobs(study, *limits))],
+            planned=list(dict.fromkeys(job for study in known for job in plan.jobs(study, *limits))),
         )
         with _onward(_command(options)):
             ended = queue.work(stacks)

@@ -12,13 +12,17 @@ TABLE
   esac
 }
 _fedcog() {
-  local word place=fedcog here="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}"
+  local word flag= place=fedcog here="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}"
+  [ "$before" = "=" ] && before="${COMP_WORDS[COMP_CWORD-2]}"
+  [ "$here" = "=" ] && here=
   for word in "${COMP_WORDS[@]:1:$((COMP_CWORD-1))}"; do
+    case "$word" in -*) flag="$word" ;; esac
     [ -n "$(_fedcog_words "$place $word -")" ] && place="$place $word"
   done
   case "$here/$before" in
     -*) place="$place -" ;;
     */-*) place="$place $before" ;;
+    *) [ -n "$(_fedcog_words "$place $flag +")" ] && place="$place $flag +" ;;
   esac
   COMPREPLY=($(compgen -W "$(_fedcog_words "$place")" -- "$here"))
 }
@@ -33,13 +37,17 @@ end
 function _fedcog
   set -l words (commandline -opc)
   set -l place fedcog
+  set -l flag
   for word in $words[2..-1]
+    string match -q -- '-*' $word; and set flag $word
     test -n "$(_fedcog_words "$place $word -")"; and set place "$place $word"
   end
   if string match -q -- '-*' (commandline -ct)
     set place "$place -"
   else if string match -q -- '-*' $words[-1]
     set place "$place $words[-1]"
+  else if test -n "$(_fedcog_words "$place $flag +")"
+    set place "$place $flag +"
   end
   _fedcog_words $place | string split ' '
 end
@@ -62,13 +70,18 @@ def script(shell: str, parser: argparse.ArgumentParser, named: Mapping[str, Iter
 def words(
     parser: argparse.ArgumentParser, named: Mapping[str, Iterable[str]], place: str = "fedcog"
 ) -> Iterator[tuple[str, list[str]]]:
-    """What may follow what: a command its actions or names, a command and `-` its flags, a flag its values."""
+    """What may follow what: a command its actions or names, a command and `-` its flags, a flag its values.
+
+    After a flag, `+` and one value there may be others, if it takes several.
+    """
     yield f"{place} -", shown(parser)
     for action in parser._actions:
         values = str(action.metavar or "")
         choices = action.choices or (values[1:-1].split(",") if values.startswith("{") else ())
         for flag in action.option_strings:
             yield f"{place} {flag}", list(named.get(flag, choices))
+            if action.nargs == "+":
+                yield f"{place} {flag} +", list(named.get(flag, choices))
         if not action.option_strings:
             yield place, list(choices)
         if isinstance(action, argparse._SubParsersAction):

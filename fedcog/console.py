@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -93,12 +94,16 @@ def _lively(style: Style) -> bool:
     return style == "auto" and _err.is_terminal
 
 
+LATEST = 10
+"""Rounds that the time of those to come is guessed from: when FedCOG wakes, a round takes longer than before."""
+
+
 class Progress:
     """Rounds as they come: a bar on a terminal, plain lines in a log; Ctrl-C asks for a stop after the round."""
 
     def __init__(self, rounds: int, done: int, style: Style) -> None:
         self.rounds, self.done, self.style, self.stop = rounds, done, style, False
-        self.began, self.first = time.monotonic(), done
+        self.ended = deque([time.monotonic()], LATEST + 1)
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -129,6 +134,7 @@ class Progress:
     def advance(self, what: Experiment, line: dict[str, Any]) -> None:
         """Show a finished round."""
         self.done += 1
+        self.ended.append(time.monotonic())
         run = f"{name_of(what.algorithm)} seed {what.seed}"
         measure = measure_of(line)
         score = f"{MEASURES[measure]} {100 * line[measure]:.2f}%" if line.get(measure) is not None else ""
@@ -140,7 +146,7 @@ class Progress:
         if _lively(self.style):
             self.bar.update(self.task, completed=self.done, score=score, description=run)
             return
-        left = (time.monotonic() - self.began) / (self.done - self.first) * (self.rounds - self.done)
+        left = (self.ended[-1] - self.ended[0]) / (len(self.ended) - 1) * (self.rounds - self.done)
         private = line.get("privacy")
         loss = "not finite" if line["loss"] is None else f"{line['loss']:{'.4f' if line['loss'] < 1e4 else '.3g'}}"
         loss = "not told" if private and math.isnan(line["loss"] or 0) else loss

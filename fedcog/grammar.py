@@ -58,7 +58,7 @@ def parser(algorithms: Mapping[str, type[Algorithm]] = ALGORITHMS) -> argparse.A
 
     look = _command_parser(commands, "report", "make one page of the runs in some directories")
     look.add_argument("directories", nargs="+", metavar="DIR", help="a run, or a folder with runs anywhere below")
-    look.add_argument("--out", metavar="FILE", help="the page (default: report.html in DIR)")
+    look.add_argument("--out", metavar="FILE", help="the page (default: report.html in DIR; of a sweep, runs.html)")
     look.add_argument("--table", metavar="FILE.md", help="the results as a Markdown table, too")
     look.add_argument("--target", type=float, metavar="ACCURACY", help="accuracy to count rounds to, such as 0.6")
 

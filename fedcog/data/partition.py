@@ -66,6 +66,11 @@ def dirichlet(labels: Indices, rule: Rule, seed: int) -> list[Indices]:
 def _groups(labels: Indices, rule: Rule, kind: str) -> list[Indices]:
     """The classes in groups of `classes_per_client`, none more than there are clients."""
     classes = np.arange(int(labels.max()) + 1)
+    if rule.classes_per_client > len(classes):
+        raise PartitionError(
+            f"{kind} with {rule.classes_per_client} classes per client needs as many, and there are {len(classes)}: "
+            "lower --classes-per-client, or choose iid, if everybody is to hold everything."
+        )
     groups = [classes[at : at + rule.classes_per_client] for at in range(0, len(classes), rule.classes_per_client)]
     if rule.clients < len(groups):
         raise PartitionError(

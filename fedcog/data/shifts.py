@@ -23,7 +23,7 @@ def shifted(
 ) -> Dataset:
     """The data set with every client's training examples changed in that client's own way; the test set stays.
 
-    Of each client's labels the share `label_noise` is replaced, each by one of the other classes.
+    Each of its labels is replaced with probability `label_noise`, by one of the other classes.
     """
     if shift == "none" and not label_noise:
         return dataset
@@ -35,12 +35,12 @@ def shifted(
     if shift in ("rotation", "colour") and not images:
         raise PartitionError(f"shift '{shift}' is for images, and these examples are none: choose noise, or none.")
     x, y = dataset.train_x.clone(), dataset.train_y.clone()
+    span = 255.0 if images else float(x.max() - x.min()) or 1.0
     for client, own in enumerate(shares):
         draw = _generator(seed, client)
         if shift != "none":
-            scaled = x[own].float() / 255 if images else x[own]
-            made = SHIFTS[shift](scaled, strength, draw)
-            x[own] = (made * 255).round().clamp(0, 255).to(x.dtype) if images else made.to(x.dtype)
+            made = SHIFTS[shift]((x[own].float() if images else x[own]) / span, strength, draw) * span
+            x[own] = (made.round().clamp(0, 255) if images else made).to(x.dtype)
         if label_noise:
             wrong = torch.from_numpy(draw.random(len(own)) < label_noise)
             others = torch.from_numpy(draw.integers(1, len(dataset.classes), len(own)))
@@ -57,7 +57,7 @@ def rotation(x: Tensor, strength: float, draw: Draw) -> Tensor:
 
 
 def noise(x: Tensor, strength: float, draw: Draw) -> Tensor:
-    """Gaussian noise on every number, of a deviation that is the client's: at most half of strength."""
+    """Gaussian noise on every number, of a deviation that is the client's: at most half of strength, of the range."""
     deviation = 0.5 * strength * float(draw.uniform(0, 1))
     return x + deviation * torch.from_numpy(draw.standard_normal(x.shape, dtype=np.float32)).to(x.dtype)
 

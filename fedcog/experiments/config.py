@@ -66,7 +66,7 @@ class Experiment:
     clients: int = setting(10, "number of clients", ">= 1")
     beta: float = setting(0.1, "dirichlet, quantity, label-quantity: concentration; small is very unequal", "> 0")
     balance: bool = setting(True, "dirichlet: a client holding its even share gets no more of the next class")
-    classes_per_client: int = setting(2, "label-skew, label-quantity: classes each client holds", ">= 1")
+    classes_per_client: int = setting(2, "label-skew, label-quantity: classes each client holds, at most", ">= 1")
     min_examples: int = setting(10, "examples that every client must hold at least", ">= 1")
     partition_args: str = setting(
         "", "flwr-shard, flwr-pathological: more arguments of theirs, such as 'shard_size=50'"
@@ -74,7 +74,7 @@ class Experiment:
     partition_seed: int = setting(-1, "seed of the partition; -1: the same as --seed", ">= -1")
     shift: Shift = setting("none", "what sets clients' inputs apart: each has its own angle, noise or tint")
     shift_strength: float = setting(0.5, "how far: a share of half a turn, or of the range of values", ">= 0", "<= 1")
-    label_noise: float = setting(0.0, "share of each client's labels that are wrong", ">= 0", "<= 1")
+    label_noise: float = setting(0.0, "chance of each of a client's labels to be wrong", ">= 0", "<= 1")
     validation: float = setting(0.0, "share of each client's training data held out for validation", ">= 0", "< 1")
     augment: Literal["auto", "on", "off"] = setting("auto", "random crop and flip in training; auto: as the data set")
 

@@ -93,6 +93,8 @@ def test_a_tiny_beta_loses_no_class() -> None:
     [
         ("dirichlet", Rule(100, 0.01, min_examples=15), r"beta 0\.01 .* 1000 draws .*raise --beta"),
         ("label-skew", Rule(3), "5 groups, and 3 clients cannot hold them all: raise --clients to 5"),
+        ("label-skew", Rule(10, classes_per_client=11), "11 classes per client needs as many, and there are 10"),
+        ("label-quantity", Rule(10, classes_per_client=99), "lower --classes-per-client"),
         ("iid", Rule(300, min_examples=10), "lower --clients or --min-examples"),
         ("label-skew", Rule(150, min_examples=13, classes_per_client=5), "lower --clients"),
         ("natural", Rule(38), "37 of 37 users"),

@@ -1,5 +1,6 @@
 """Clients whose inputs are turned, noisy or tinted, and whose labels are wrong."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -69,9 +70,14 @@ def test_a_tint_scales_channels_and_noise_has_the_clients_deviation() -> None:
             assert float(factors.max() - factors.min()) < 0.06, "one factor a channel, but for rounding"
             assert 0.45 < float(factors.mean()) < 1.55
     points = vectors(train=4000, size=9)
-    noisy = shifted(points, [torch.arange(2000), torch.arange(2000, 4000)], "noise", 1.0, 0.0, 0)
-    deviations = [float((noisy.train_x - points.train_x)[part].std()) for part in (slice(2000), slice(2000, 4000))]
-    assert all(0 < one < 0.52 for one in deviations) and abs(deviations[0] - deviations[1]) > 0.01
+    wide = replace(points, train_x=1000 * points.train_x)
+    shares = [torch.arange(2000), torch.arange(2000, 4000)]
+    found = []
+    for one in (points, wide):
+        noisy, span = shifted(one, shares, "noise", 1.0, 0.0, 0), float(one.train_x.max() - one.train_x.min())
+        found.append([float((noisy.train_x - one.train_x)[own].std()) / span for own in shares])
+    assert all(0 < one < 0.52 for one in found[0]) and abs(found[0][0] - found[0][1]) > 0.01
+    assert found[1] == pytest.approx(found[0], rel=1e-3), "a share of the range of values, whatever that is"
 
 
 @given(st.floats(0.05, 1.0), st.integers(0, 2**32))

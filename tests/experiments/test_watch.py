@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from selenium.webdriver import Chrome
 
 import fedcog
@@ -333,6 +335,24 @@ def test_whoever_asks_keeps_nobody_from_writing(tmp_path: Path) -> None:
     finally:
         asked.set()
         thread.join()
+
+
+def test_tensors_that_make_no_sense_and_what_is_no_file_are_borne(tmp_path: Path, finished: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "waits"
+    shutil.copytree(finished, run)
+    shutil.copytree(finished, other)
+    exhibit = sorted((run / "exhibits").iterdir())[-1]
+    tensors = load_file(exhibit)
+    save_file(tensors | {"labels": tensors["labels"] * 0 - 99}, exhibit)
+    save_file({"counts": torch.full((2, 2), float("inf"))}, run / "federation.safetensors")
+    (other / "rounds.jsonl").unlink()
+    os.mkfifo(other / "rounds.jsonl")  # whoever opens it waits until somebody writes
+    with serving(tmp_path) as server:
+        told = json.loads(server.answer("/runs.json").body)["runs"]
+        assert [(one["name"], one["state"]) for one in told] == [("run", "finished"), ("waits", "damaged")]
+        number = told[0]["id"]
+        assert b"<svg" in server.answer(f"/runs/{number}/partition.svg").body
+        assert json.loads(server.answer(f"/runs/{number}/generated/{int(exhibit.stem)}.json").body)
 
 
 def test_runs_are_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

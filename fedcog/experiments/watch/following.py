@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import stat
 import time
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -107,7 +108,7 @@ class Followed:
 
     def _read_rounds(self) -> None:
         try:
-            with open(self.path / "rounds.jsonl", "rb") as file:
+            with _opened(self.path / "rounds.jsonl") as file:
                 now = os.fstat(file.fileno())
                 if (now.st_dev, now.st_ino) != self._rounds or now.st_size < self._place:
                     self._forget((now.st_dev, now.st_ino))
@@ -147,11 +148,22 @@ class Followed:
         self.exhibits = sorted(round for round in rounds if round <= len(self.lines))
 
 
+def _opened(file: Path) -> BinaryIO:
+    """A file to be read, which is nothing that one would wait for."""
+    opened = open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+        opened.close()
+        raise OSError(f"{file.name} is no ordinary file")
+    return opened
+
+
 def stamped(file: Path) -> Stamp | None:
     """By what a file is known to be the same as before: its number, size and time; None if there is none."""
     try:
         found = file.stat()
     except OSError:
+        return None
+    if not stat.S_ISREG(found.st_mode):
         return None
     return found.st_ino, found.st_size, found.st_mtime_ns
 
@@ -185,7 +197,7 @@ def _number(value: object) -> float | None:
 
 def _text(file: Path) -> str:
     try:
-        with open(file, "rb") as opened:
+        with _opened(file) as opened:
             return opened.read(SETTINGS).decode(errors="replace").strip()
     except FileNotFoundError:
         return ""

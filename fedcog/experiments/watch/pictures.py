@@ -43,7 +43,7 @@ class Pictures:
             if self._kept.get(key, (None,))[0] != stamp:
                 try:
                     self._kept[key] = stamp, draw(run, name)
-                except (RecordError, KeyError, ValueError, TypeError, RuntimeError):  # whatever is in a file
+                except (RecordError, LookupError, ArithmeticError, ValueError, TypeError, RuntimeError):  # any content
                     self._kept[key] = stamp, None
                 if len(self._kept) > KEPT:
                     self._kept.popitem(last=False)

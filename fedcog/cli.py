@@ -251,6 +251,8 @@ def _report(options: argparse.Namespace, rest: list[str]) -> int:
     if options.table:
         record.write_file(Path(options.table), summary.markdown(runs).encode())
     console.results(runs, options.style)
+    if options.target is not None:
+        console.costs(runs, options.target, options.style)
     console.say(f"report: {out}", options.style)
     return 0
 

@@ -27,6 +27,7 @@ from fedcog.experiments.catalogue import catalogue as measured
 from fedcog.experiments.config import Experiment, layers, name_of, own_settings
 from fedcog.experiments.doctor import Part
 from fedcog.experiments.export import Exported
+from fedcog.experiments.measures import typical_cost
 from fedcog.experiments.plan import Done
 from fedcog.experiments.run import Run
 from fedcog.experiments.study import Study
@@ -294,6 +295,15 @@ def results(runs: Sequence[Run], style: Style) -> None:
             "personal: the round's clients' own models (else their local ones, before averaging), on their label mix"
         )
         _out.print(words, markup=False)
+
+
+def costs(runs: Sequence[Run], target: float, style: Style) -> None:
+    """What every group of runs spent until it reached a score."""
+    for each in summary.group([run for run in runs if run.scores]):
+        (rounds, sent, seconds), there = typical_cost(each.runs, target)
+        spent = f"{rounds:g} rounds, {sent / 1e6:,.1f} MB, {seconds:,.1f} s" if math.isfinite(rounds) else "not reached"
+        of = f" ({there} of {len(each.runs)} seeds got there)" if len(each.runs) > 1 else ""
+        say(f"to {100 * target:g} %, {each.label}: {spent}{of}", style)
 
 
 def exported(found: Exported, what: Experiment, style: Style) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fedcog.experiments.run import Run
@@ -32,6 +33,17 @@ def cost_to(run: Run, target: float) -> Cost | None:
     lines = [line for line in run.lines if line["round"] <= reached]
     sent = sum(int(one.get(way) or 0) for line in lines for one in line["local"] for way in ("down", "up"))
     return Cost(reached, sent, sum((line.get("seconds") or {}).get("total") or 0.0 for line in lines))
+
+
+def typical_cost(runs: Sequence[Run], target: float) -> tuple[list[float], int]:
+    """The median over runs of rounds, bytes and seconds to `target`, and how many of them reached it.
+
+    One that never did counts as beyond all that did, so a median may be infinite.
+    """
+    found = [cost_to(run, target) for run in runs]
+    beyond = math.inf, math.inf, math.inf
+    medians = [statistics.median(values) for values in zip(*(cost or beyond for cost in found), strict=True)]
+    return medians, sum(cost is not None for cost in found)
 
 
 def fairness(run: Run) -> Fairness | None:

@@ -1,13 +1,15 @@
 """What papers print beside accuracy, by pencil and in a run."""
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
 
 import fedcog
+from fedcog.cli import main
 from fedcog.experiments.config import Experiment
-from fedcog.experiments.measures import Cost, cost_to, fairness, forgetting
+from fedcog.experiments.measures import Cost, cost_to, fairness, forgetting, typical_cost
 from fedcog.experiments.report import page
 from fedcog.experiments.run import Run
 
@@ -34,6 +36,14 @@ def test_what_a_target_costs() -> None:
     assert cost_to(found, 0.7) is None
 
 
+def test_what_a_target_costs_a_typical_seed() -> None:
+    """A seed that never gets there is slow, and not left out: a method would look the faster the more of them fail."""
+    quick, slow, never = run([0.5, 0.6]), run([0.1, 0.1, 0.1, 0.5]), run([0.1, 0.2])
+    assert typical_cost([quick, slow], 0.5) == ([2.5, 2.5 * 30, 5.0], 2)
+    assert typical_cost([quick, slow, never], 0.5) == ([4, 4 * 30, 8.0], 2)
+    assert typical_cost([quick, never, never], 0.5) == ([math.inf] * 3, 1)
+
+
 def test_how_unequally_clients_fare() -> None:
     own: list[float | None] = [0.1, 0.2, *[0.5] * 9, 0.9]
     found = fairness(run([0.5], own_accuracy=own))
@@ -50,7 +60,7 @@ def test_what_is_forgotten() -> None:
     assert forgetting(run([0.5])) is None
 
 
-def test_local_training_on_two_classes_forgets_the_others(tmp_path: Path) -> None:
+def test_local_training_on_two_classes_forgets_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = Experiment(partition="label-skew", clients=5, rounds=4, local_steps=40)
     found = fedcog.run(one, tmp_path / "run", report=False)
     lost, fair = forgetting(found), fairness(found)
@@ -62,3 +72,5 @@ def test_local_training_on_two_classes_forgets_the_others(tmp_path: Path) -> Non
     cost = cost_to(found, found.best)
     assert cost is not None and f"{cost.bytes / 1e6:,.1f}" in html
     assert "To the target" not in page([tmp_path / "run"], target=1.0)
+    assert main(["report", str(tmp_path / "run"), "--target", f"{found.best}"]) == 0
+    assert f": {cost.round} rounds, {cost.bytes / 1e6:,.1f} MB, {cost.seconds:,.1f} s" in capsys.readouterr().out

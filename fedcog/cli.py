@@ -177,7 +177,7 @@ def _sweep(options: argparse.Namespace, rest: list[str]) -> int:
     out = Path(options.out or Path("runs") / f"sweep-{experiments[0].dataset}")
     record.check_writable(out, "--out")
     left = sweep.Sweep(what, out).left()
-    with console.Progress(what.rounds, what.rounds - left, options.style) as progress:
+    with console.Progress(what.rounds, what.rounds - left, options.style, tuple(what.space)) as progress:
         console.sweeping(what, out, options.style)
         with _onward(_command(options)):
             heard: dict[str, Any] = {
@@ -396,6 +396,9 @@ def _partition(options: argparse.Namespace, rest: list[str]) -> int:
     counts = torch.stack([task.counts(dataset.train_y[one]) for one in shares])
     noun = "labels" if dataset.several else "examples"
     console.partition(counts, dataset.classes, noun)
+    nobodys = len(dataset.train_y) - len({index for share in shares for index in share.tolist()})
+    if nobodys:
+        console.note(f"{nobodys} of the {len(dataset.train_y)} training examples go to nobody.")
     if options.figure:
         from fedcog.experiments.report import partition_figure  # draws: loads matplotlib
 

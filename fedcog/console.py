@@ -102,8 +102,9 @@ LATEST = 10
 class Progress:
     """Rounds as they come: a bar on a terminal, plain lines in a log; Ctrl-C asks for a stop after the round."""
 
-    def __init__(self, rounds: int, done: int, style: Style) -> None:
+    def __init__(self, rounds: int, done: int, style: Style, told: Sequence[str] = ()) -> None:
         self.rounds, self.done, self.style, self.stop = rounds, done, style, False
+        self.told = told  # settings by which runs are told apart
         self.ended = deque([time.monotonic()], LATEST + 1)
         columns = (
             TextColumn("{task.description}"),
@@ -136,7 +137,10 @@ class Progress:
         """Show a finished round."""
         self.done += 1
         self.ended.append(time.monotonic())
-        run = f"{name_of(what.algorithm)} seed {what.seed}"
+        values = summary.flat(what.to_dict()) if self.told else {}
+        some = {name: values[name] for name in self.told if name in values}
+        run = name_of(what.algorithm) + "".join(f" {name} {_short(value)}" for name, value in some.items())
+        run += f" seed {what.seed}"
         measure = measure_of(line)
         score = f"{MEASURES[measure]} {100 * line[measure]:.2f}%" if line.get(measure) is not None else ""
         for name, words in MEASURES.items() if not what.evaluate_test else ():
@@ -162,6 +166,10 @@ class Progress:
             raise KeyboardInterrupt
         self.stop = True
         note("finishing this round, then stopping; once more stops at once.")
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 class Download:

@@ -82,6 +82,10 @@ class RunDirectory:
     def locked(self) -> Iterator[None]:
         """This directory for ourselves, until the process ends however it ends."""
         try:
+            str(self.path).encode()
+        except UnicodeEncodeError:
+            raise RecordError(f"{str(self.path)!a} is no name in UTF-8: choose another --out.") from None
+        try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = open(self.path / ".lock", "w")  # noqa: SIM115 - held open as long as the lock
         except OSError as error:

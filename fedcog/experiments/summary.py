@@ -93,11 +93,11 @@ def group(runs: Sequence[Run]) -> list[Group]:
 
 def labels(experiments: Sequence[Experiment]) -> list[str]:
     """What tells experiments apart: the algorithm's name, and the settings that differ between them."""
-    flat = [_flat(_but_seed(experiment)) for experiment in experiments]
-    keys = {key for settings in flat for key in settings} - {"algorithm"}
-    telling = sorted(key for key in keys if len({repr(settings[key]) for settings in flat if key in settings}) > 1)
+    told = [flat(_but_seed(experiment)) for experiment in experiments]
+    keys = {key for settings in told for key in settings} - {"algorithm"}
+    telling = sorted(key for key in keys if len({repr(settings[key]) for settings in told if key in settings}) > 1)
     found = []
-    for experiment, settings in zip(experiments, flat, strict=True):
+    for experiment, settings in zip(experiments, told, strict=True):
         differs = ", ".join(f"{key} {settings[key]}" for key in telling if key in settings)
         found.append(name_of(experiment.algorithm) + (f" ({differs})" if differs else ""))
     return found
@@ -109,8 +109,9 @@ def _but_seed(experiment: Experiment) -> dict[str, Any]:
     return {key: value for key, value in experiment.to_dict().items() if key not in free - {"rounds"} | {"seed"}}
 
 
-def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings by one name each, an algorithm's own under the algorithm's."""
+    found: dict[str, Any] = {}
     for key, value in settings.items():
-        flat |= {f"{key}.{name}": inner for name, inner in value.items()} if isinstance(value, dict) else {key: value}
-    return flat
+        found |= {f"{key}.{name}": inner for name, inner in value.items()} if isinstance(value, dict) else {key: value}
+    return found

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any, get_args
 
@@ -80,6 +81,16 @@ def test_shards_are_as_many_as_classes_unless_told() -> None:
     assert {len(share) for share in shares} == {3 * (len(LABELS) // 18)}
     more = split("flwr-shard", LABELS, None, dataclasses.replace(RULE, arguments="num_shards_per_partition=5"), 0)
     assert {len(share) for share in more} == {5 * (len(LABELS) // 30)}
+
+
+@there
+def test_examples_that_go_to_nobody_are_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["partition", "--dataset", "digits", "--partition", "flwr-shard", "--partition-args", "shard_size=50"])
+        == 0
+    )
+    assert re.search(r"fedcog: \d+ of the 1442 training examples go to nobody\.", capsys.readouterr().err)
+    assert main(["partition", "--dataset", "digits"]) == 0 and "nobody" not in capsys.readouterr().err
 
 
 @there

@@ -237,6 +237,12 @@ def test_what_a_killed_write_left_goes(whole: tuple[Path, float], tmp_path: Path
     assert hidden == {".lock"}
 
 
+def test_a_name_that_could_not_be_read_again_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="is no name in UTF-8"):
+        fedcog.run(TINY, os.fsdecode(os.fsencode(tmp_path) + b"/bad\xff"), report=False)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_only_files_are_written_over_and_links_are_followed(tmp_path: Path) -> None:
     (tmp_path / "there").write_bytes(b"before")
     (tmp_path / "link").symlink_to("there")

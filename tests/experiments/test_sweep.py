@@ -4,6 +4,7 @@ import dataclasses
 import json
 import linecache
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -149,8 +150,15 @@ def test_killed_at_any_time_a_sweep_of_optunas_goes_on_as_if_not(
     file.write_text("lr = {low = 0.001, high = 0.5, log = true}\n[fedprox]\nmu = [0.001, 0.01, 0.1]\n")
     words = ["sweep", *FLAGS, "--space", str(file)]
     assert main([*words, "--out", str(tmp_path / "whole")]) == 0
-    said = capsys.readouterr().out
-    assert "algorithm fedprox; chosen lr " in said and "Every method got 4 trials, chosen by Optuna's TPE" in said
+    said = capsys.readouterr()
+    assert (
+        "algorithm fedprox; chosen lr " in said.out and "Every method got 4 trials, chosen by Optuna's TPE" in said.out
+    )
+    trials = set(re.findall(r"fedcog: fedprox lr (\S+) fedprox\.mu (\S+) seed 100, round 1 ", said.err))
+    assert len(trials) == 4, "a line tells which trial it is of"
+    page = (tmp_path / "whole" / "report.html").read_bytes()
+    assert main(["report", str(tmp_path / "whole")]) == 0 and "whole/runs.html" in capsys.readouterr().out
+    assert (tmp_path / "whole" / "report.html").read_bytes() == page, "a sweep's own report stays"
     out = tmp_path / "killed"
     process = subprocess.Popen(
         [sys.executable, "-m", "fedcog", *words, "--out", str(out)],

@@ -1,5 +1,6 @@
 """Trackers, by what they wrote: TensorBoard's event files, a real MLflow server on loopback, W&B's offline files."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -331,6 +332,20 @@ def test_divergence_is_told_as_the_end(tmp_path: Path, empty_store: Path) -> Non
     with pytest.raises(fedcog.Diverged):
         fedcog.run(Experiment(**QUICK | {"lr": 1e15}), tmp_path / "a", track="mlflow", report=False)
     assert ledger()[0].info.status == "FAILED"
+
+
+def test_a_run_that_the_tracker_does_not_know_is_told_of(tmp_path: Path, empty_store: Path) -> None:
+    from mlflow import MlflowClient
+
+    one = Experiment(**QUICK)
+    fedcog.run(one, tmp_path / "a", track="mlflow", report=False)
+    MlflowClient().delete_run(ledger()[0].info.run_id)
+    with pytest.warns(TrackWarning, match="mlflow knows no run .* it is told all in a new one"):
+        fedcog.run(
+            dataclasses.replace(one, rounds=one.rounds + 1), tmp_path / "a", track="mlflow", resume=True, report=False
+        )
+    (again,) = ledger()
+    assert [step for step, _ in history(again.info.run_id, "loss")] == list(range(1, one.rounds + 2))
 
 
 def test_the_numbers_of_a_line() -> None:

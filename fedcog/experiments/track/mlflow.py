@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import time
+import warnings
 from pathlib import Path
 
 import mlflow
@@ -13,7 +14,7 @@ from mlflow.exceptions import MlflowException
 from torch import Tensor
 
 from fedcog.experiments.config import Experiment
-from fedcog.experiments.track.tracking import End
+from fedcog.experiments.track.tracking import End, TrackWarning
 from fedcog.experiments.track.values import settings
 
 NAME = "fedcog"
@@ -36,7 +37,13 @@ class MLflow:
         if not mlflow.get_tracking_uri().startswith("http"):
             _open_promptly()
         self.client = MlflowClient()
-        self.run, self.told = run if run and self._there(run) else self._begun(path, experiment), 0
+        there = bool(run) and self._there(run)
+        if run and not there:
+            where = mlflow.get_tracking_uri()
+            warnings.warn(
+                f"mlflow knows no run {run} at {where}: it is told all in a new one.", TrackWarning, stacklevel=2
+            )
+        self.run, self.told = run if there else self._begun(path, experiment), 0
         if self.run == run:
             history = self.client.get_metric_history(run, "seconds/total")  # of every round: the server knows best
             self.told = max((int(one.step) for one in history), default=0)

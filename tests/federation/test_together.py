@@ -1,6 +1,7 @@
 """Several seeds' clients as one larger cohort: each ends as if it had been alone."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from fedcog.federation.rounds import Federation
 from fedcog.federation.simulation import gather_together
 from fedcog.optimiser import Kind, Optimiser
 from fedcog.testing import Small, worst
-from fedcog.tree import Params
+from fedcog.tree import Params, State
+from tests.federation.test_graphs import Traced
 from tests.test_contract import BARE
 
 COG = FedCOG(count=8, steps=3, start_round=1, lr=0.1)
@@ -83,6 +85,30 @@ def test_seeds_of_different_learning_rates_end_as_alone(name: str, kind: Kind) -
     same = [small(algorithm, seed, 0.5) for seed in SIZES]
     in_step(same)
     assert worst(end(same[0]), end(together[0])) > 1e-4  # it does matter
+
+
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "moon+fedcog"])
+def test_what_is_traced_of_different_learning_rates_does_what_each_does_alone(name: str) -> None:
+    """As it would be recorded on a GPU: one program for all, whose rates are numbers of its clients."""
+    base, _, wrapped = name.partition("+")
+    algorithm: Algorithm = BARE[base]
+    algorithm = dataclasses.replace(COG, inner=algorithm) if wrapped else algorithm
+    alone, together = ([rated(algorithm, seed, "sgd") for seed in SIZES] for _ in range(2))
+    traced, asked = Traced(), list[int]()
+
+    def repeat(*what: Any) -> State:
+        asked.append(what[-1])
+        return traced.repeat(*what)
+
+    for one in together:
+        one.backend.cohort._repeat = repeat
+    for one in alone:
+        one.run()
+    with torch.no_grad():
+        in_step(together)
+    assert len(asked) >= 2, "every round is one program for all of them"
+    for one, other in zip(alone, together, strict=True):
+        assert worst(end(one), end(other)) < 1e-9
 
 
 def test_seeds_that_do_not_fit_together_run_apart() -> None:

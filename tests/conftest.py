@@ -22,7 +22,16 @@ TOGETHER = (
     *((name,) for name in ("test_track", "test_watch", "test_browser", "test_docs")),
 )
 """Tests that one worker has, one after another: of a dozen processes each, or of something that takes long to make."""
-LONG = ("test_deployment", "flower", "test_secure", "test_smoke", "test_graphs", "test_reproduce", "test_ranks")
+LONG = (
+    "test_deployment",
+    "flower",
+    "test_secure",
+    "test_smoke",
+    "test_graphs",
+    "test_reproduce",
+    "test_ranks",
+    "test_docs",
+)
 """Tests that take longest, and mostly wait: they come first, in this order, and the others are done beside them."""
 
 

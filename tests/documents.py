@@ -3,6 +3,7 @@
 import argparse
 import functools
 import re
+import shlex
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -67,3 +68,18 @@ def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParse
         if isinstance(getattr(action, "choices", None), dict):
             for inner in action.choices.values():  # type: ignore[union-attr]
                 yield from _parsers(inner)
+
+
+def lines(text: str) -> Iterator[list[str]]:
+    """The commands of a shell's block as their words, comments left out; one may go over several lines."""
+    whole = ""
+    for line in text.splitlines():
+        whole += line + "\n"
+        try:
+            words = shlex.split(whole.replace("\\\n", " "), comments=True)
+        except ValueError:  # a quotation that is not closed yet
+            continue
+        if not line.endswith("\\"):
+            yield from [words] if words else []
+            whole = ""
+    assert not whole, f"not the whole of a command: {whole}"

@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 import pytest
 from selenium.webdriver import Chrome
 
+from fedcog.cli import main
+from tests import documents
 from tests.browser import ask, browser, look, said, shoot  # noqa: F401 - a fixture
 from tests.documents import blocks, unknown_flags
 from tests.test_examples import SAYS
@@ -63,6 +65,59 @@ def test_a_flag_or_a_command_that_is_not_there_is_found() -> None:
     assert unknown_flags("fedcog run --nonsense 3  # --more\n") == ["--nonsense in: fedcog run --nonsense 3  # --more"]
     assert unknown_flags("fedcog watch runs --rounds 3\n") and unknown_flags("fedcog fly\n")
     assert not unknown_flags("fedcog run --algorithm mine.py:Mine \\\n  --Mine.strength 1 --rounds 3\n")
+
+
+SMALL = ["--dataset", "digits", "--local-steps", "1", "--batch-size", "8", "--threads", "1", "--plain"]
+WAKE = ["--start-round", "1", "--fedcog.count", "4", "--fedcog.steps", "1"]
+USERS = ["--dataset", "digit-mosaics", "--clients", "4", "--participation", "1"]
+NOT_HERE = {
+    "get": "the network",
+    "watch": "serves until it is stopped: tests/experiments/test_watch.py",
+    "reproduce": "tests/experiments/test_smoke.py and test_reproduce.py, at length",
+    "flower": "Flower's engine: tests/federation/test_flower.py",
+    "wandb": "tests/experiments/test_track.py, with nobody's account",
+    "...": "no command, but how one looks",
+    "NAME": "no command, but how one looks",
+    "runs/study": "half an hour's work: make study",
+}
+
+
+def shown(page: Path) -> list[list[str]]:
+    """The commands of a page that can be carried out, as they are or small: few steps, on the embedded digits."""
+    found = []
+    for block in blocks(page.read_text()):
+        for words in documents.lines(block.text) if block.language == "sh" else ():
+            if words[0] != "fedcog" or {*words} & {*NOT_HERE}:
+                continue
+            words = words[1 : words.index(">") if ">" in words else None]  # what a shell does with it is the shell's
+            if words[0] in ("run", "compare", "sweep") and "--resume" not in words:
+                rounds = ["--rounds", "2", *(["--trials", "2", "--seeds", "0"] if words[0] == "sweep" else [])]
+                awake = WAKE if any("fedcog" in word.split("+") for word in words) or "--fedcog" in words else []
+                users = USERS if {"mosaics", "flair"} & {*words} else []
+                words += [*SMALL, *rounds, *awake, *users]
+            elif "--resume" in words:
+                words += ["--rounds", "3"]
+            elif words[0] == "theory":
+                words += ["--network", "linear", "--rounds", "2", "--repeats", "1"]
+            found.append(words)
+    return found
+
+
+TYPED = [page for page in (ROOT / "README.md", *PAGES) if shown(page)]
+
+
+@pytest.mark.parametrize("page", TYPED, ids=lambda page: page.stem)
+def test_the_commands_of_a_page_are_carried_out(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From top to bottom, with all their flags, in a folder that has the examples."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    Path("examples").symlink_to(ROOT / "examples")
+    if page.stem == "resume":  # which speaks of a run that there is
+        assert main(["run", *SMALL, "--rounds", "2", "--out", "runs/x"]) == 0
+    for words in shown(page):
+        assert main(words) == 0, (words, capsys.readouterr().err)
 
 
 def test_every_example_has_a_page() -> None:

@@ -57,7 +57,7 @@ def measure(kind: Kind, experiment: Experiment, after: Path | None, data: Datase
         if checkpoint is None:
             raise RecordError(f"the run in {after} has no checkpoint to measure on.")
         server, round = tree.to(checkpoint.server, prepared.device), checkpoint.round
-        prepared.backend.store.restore(tree.to(checkpoint.clients, prepared.device))
+        prepared.backend.store.restore(checkpoint.clients)
     return PROBES[kind](Scene(prepared, server, round, begun))
 
 

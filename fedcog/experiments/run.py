@@ -357,7 +357,7 @@ def _restore(directory: RunDirectory, prepared: Prepared, remote: bool) -> int:
 def _put_back(prepared: Prepared, checkpoint: Checkpoint) -> int:
     """The rounds of a checkpoint, with everybody's state as it was then."""
     prepared.server = tree.to(checkpoint.server, prepared.device)
-    prepared.backend.store.restore(tree.to(checkpoint.clients, prepared.device))
+    prepared.backend.store.restore(checkpoint.clients)
     return checkpoint.round
 
 

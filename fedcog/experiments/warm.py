@@ -34,8 +34,8 @@ def inherit(directory: RunDirectory, prepared: Prepared, start: RunDirectory) ->
         raise RecordError(f"the run in {start.path} is no start for this one: {', '.join(differ)} differ.")
     if any(checkpoint.about.get(key) != prepared.about[key] for key in ("data", "network")):
         raise RecordError(f"the run in {start.path} is no start for this one: its data or network were others.")
-    algorithm, device = experiment.algorithm, prepared.device
-    begun_server, kept = (tree.to(state, device) for state in (checkpoint.server, tree.unflatten(checkpoint.clients)))
+    algorithm, kept = experiment.algorithm, tree.unflatten(checkpoint.clients)
+    begun_server = tree.to(checkpoint.server, prepared.device)
     origin = prepared.backend.origin(algorithm)._replace(params=begun_server["params"])
     try:
         server = _overlaid(algorithm.server_init(origin), begun_server)
@@ -43,23 +43,22 @@ def inherit(directory: RunDirectory, prepared: Prepared, start: RunDirectory) ->
         clients = {str(client): _overlaid(newcomer, kept[str(client)]) for client in sorted(checkpoint.known)}
     except ValueError as error:
         raise RecordError(f"the run in {start.path} is no start for this one: {error}.") from error
-    own = Checkpoint(checkpoint.round, _apart(server), _apart(tree.flatten(clients)), prepared.about)
+    own = Checkpoint(checkpoint.round, server, tree.flatten(clients), prepared.about)
     directory.adopt(start, checkpoint.round)
     directory.save(own)
     return own
 
 
 def _overlaid(fresh: State, known: State) -> State:
-    """A fresh state with what is known under the same name in its place; both must be of the same form."""
+    """A fresh state with what is known under the same name in its place; both must be of the same form.
+
+    The rest of it is in memory of its own: newcomers all have the same.
+    """
     for name in fresh.keys() & known.keys():
         if tree.forms({name: fresh[name]}) != tree.forms({name: known[name]}):
             raise ValueError(f"its {name} are of another network, or of an algorithm with some of its own")
-    return {name: known.get(name, value) for name, value in fresh.items()}
-
-
-def _apart(state: State) -> State:
-    """The same, every tensor in memory of its own: newcomers all have the same one."""
-    return tree.apply(torch.clone, state)
+    own = tree.apply(torch.clone, {name: value for name, value in fresh.items() if name not in known})
+    return {name: (own | known)[name] for name in fresh}
 
 
 def differing(experiment: Experiment, begun: Experiment) -> list[str]:

@@ -48,5 +48,5 @@ class Store:
         return tree.flatten({str(client): state for client, state in sorted(self._kept.items())})
 
     def restore(self, flat: Params) -> None:
-        """Everything again, from what `flatten` gave."""
+        """Everything again, from what `flatten` gave; it stays where it is, until its client's turn comes."""
         self._kept = {int(client): state for client, state in tree.unflatten(flat).items()}

@@ -98,6 +98,9 @@ def test_a_gpu_keeps_few_states_and_the_host_the_others() -> None:
     store.put(range(4), store.rows(range(4), kept), [True] * 4)
     assert [value.device.type for value in store.flatten().values()] == ["cuda", "cuda", "cpu", "cpu"]
     assert torch.equal(store.take([3, 0], dict)["previous"], kept["previous"][[3, 0]])
+    store.restore({name: value.cpu() for name, value in store.flatten().items()})
+    assert {value.device.type for value in store.flatten().values()} == {"cpu"}  # nobody has asked for them yet
+    assert torch.equal(store.take([3, 0], dict)["previous"], kept["previous"][[3, 0]])
 
 
 @pytest.mark.gpu

@@ -1,11 +1,11 @@
 """Convolutions of many models at once: cuDNN's grouped kernels beside ours, layer by layer, on one GPU.
 
-    python benchmarks/convolutions.py --out results/convolutions.md
+    python benchmarks/convolutions.py --out results/convolutions.md [--tf32] [--layers residual]
 
-The layers are those of the paper's CNN at batch 64, of pfl-research's network (50 models, batch 10), and one of a
-residual network. Times are by the GPU's own clock, medians of five graphs of ten calls each, float32 without TF32. The
-column "chosen" is what `fedcog.layers.tuning` would use; "error" is the distance from a float64 reference, relative to
-its length.
+The layers are those of the paper's CNN at batch 64, of pfl-research's network (50 models, batch 10), of ResNet-18 on
+images of 64x64 at batch 32, and of FedCOG's generator for 32x32. Times are by the GPU's own clock, medians of five
+graphs of ten calls each, float32 without TF32 unless asked for. The column "chosen" is what `fedcog.layers.tuning`
+would use; "error" is the distance from a float64 reference, relative to its length.
 """
 
 import argparse
@@ -21,13 +21,21 @@ from fedcog.kernels.shapes import Shape, choices
 from fedcog.layers.operators import grouped
 from fedcog.layers.tuning import seconds
 
-ONE, NONE = (1, 1), (0, 0)
+ONE, NONE, TWO = (1, 1), (0, 0), (2, 2)
 LAYERS = {
     "the paper's first": Shape(10, 64, 3, 32, 32, 6, 5, 5, ONE, NONE, ONE),
     "the paper's second": Shape(10, 64, 6, 14, 14, 16, 5, 5, ONE, NONE, ONE),
     "pfl's first": Shape(50, 10, 3, 32, 32, 32, 3, 3, ONE, NONE, ONE),
     "pfl's second": Shape(50, 10, 32, 30, 30, 64, 3, 3, ONE, NONE, ONE),
     "a residual block's": Shape(10, 64, 64, 16, 16, 64, 3, 3, ONE, ONE, ONE),
+    "residual, 64 channels": Shape(10, 32, 64, 16, 16, 64, 3, 3, ONE, ONE, ONE),
+    "residual, 64 to 128": Shape(10, 32, 64, 16, 16, 128, 3, 3, TWO, ONE, ONE),
+    "residual, 128": Shape(10, 32, 128, 8, 8, 128, 3, 3, ONE, ONE, ONE),
+    "residual, 256": Shape(10, 32, 256, 4, 4, 256, 3, 3, ONE, ONE, ONE),
+    "residual, 256 to 512": Shape(10, 32, 256, 4, 4, 512, 3, 3, TWO, ONE, ONE),
+    "residual, 512": Shape(10, 32, 512, 2, 2, 512, 3, 3, ONE, ONE, ONE),
+    "generator, 128": Shape(10, 256, 128, 16, 16, 128, 3, 3, ONE, ONE, ONE),
+    "generator, 128 to 64": Shape(10, 256, 128, 32, 32, 64, 3, 3, ONE, ONE, ONE),
 }
 Arguments = tuple[Tensor, Tensor]
 
@@ -49,13 +57,13 @@ def apart(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact).norm() / exact.norm())
 
 
-def row(name: str, kind: str, shape: Shape, device: torch.device) -> tuple[list[str], dict[str, float]]:
+def row(name: str, kind: str, shape: Shape, device: torch.device, tf32: bool) -> tuple[list[str], dict[str, float]]:
     """A line of the table."""
     one, other = arguments(shape, device)[kind]
     exact = grouped(kind, *arguments(shape, device, torch.float64)[kind], shape)
     ways = {"cuDNN": functools.partial(grouped, kind, one, other, shape)}
     for blocks in choices(kind, shape):
-        ways[str(tuple(blocks))] = functools.partial(KINDS[kind], one, other, shape, blocks, False)
+        ways[str(tuple(blocks))] = functools.partial(KINDS[kind], one, other, shape, blocks, tf32)
     times = {way: 1e6 * seconds(compute) for way, compute in ways.items()}
     errors = {way: apart(compute(), exact) for way, compute in ways.items()}
     best = min(times, key=lambda way: times[way])
@@ -67,17 +75,19 @@ def row(name: str, kind: str, shape: Shape, device: torch.device) -> tuple[list[
 def main() -> None:
     """Time every layer's three kernels."""
     parser = common.parser(__doc__, "results/convolutions.md")
+    parser.add_argument("--tf32", action="store_true", help="products of one term in TF32, not of three")
+    parser.add_argument("--layers", default="", help="only those whose name begins so")
     options: argparse.Namespace = parser.parse_args()
     device = find_device(options.device)
     if device.type != "cuda":
         parser.error("these are kernels for a GPU, and there is none.")
     rows, found = [], dict[str, dict[str, float]]()
-    with surroundings(0):
-        for name, shape in LAYERS.items():
+    with surroundings(0, options.tf32):
+        for name, shape in ((name, shape) for name, shape in LAYERS.items() if name.startswith(options.layers)):
             for kind in KINDS:
                 if kind == "input" and shape.channels == 3 and shape.models == 50:
                     continue  # nobody asks for the gradient by pfl's images
-                cells, found[f"{name}, {kind}"] = row(name, kind, shape, device)
+                cells, found[f"{name}, {kind}"] = row(name, kind, shape, device, options.tf32)
                 rows.append(cells)
     head = ["layer", "kind", "cuDNN, us", "ours, us", "ratio", "chosen", "cuDNN's error", "our error"]
     common.write(options.out, "Convolutions", common.about(device, None), [common.table(head, rows)], {"times": found})

@@ -1,6 +1,7 @@
 """How fast and how large ResNet-18 is on one GPU: ten clients of a FLAIR-shaped federation, against a plain loop.
 
     python benchmarks/resnet.py --out results/resnet.md [--models resnet18 resnet18-gn] [--mappings graph vmap loop]
+    python benchmarks/resnet.py --out results/kernels.md --trace 60      (which kernels a round in TF32 is made of)
 
 Ten of 200 clients take part in a round of 10 steps of batch 32 on random images of 64x64 with 17 labels, as the
 paper's experiment on FLAIR has it; SGD with momentum, crop and flip. The plain loop trains them one after another, a
@@ -13,6 +14,7 @@ import copy
 import itertools
 import statistics
 import sys
+import trace
 from typing import Any
 
 import common
@@ -82,6 +84,21 @@ def by_hand(experiment: Experiment, dataset: Dataset, repeats: int) -> list[floa
     return min(found.values(), key=statistics.median)
 
 
+def kernels(options: argparse.Namespace, dataset: Dataset, device: torch.device, **small: Any) -> None:
+    """What a round of FedAvg on a GPU is made of, by kernel and grid, the longest first."""
+    experiment = setting(options, options.models[0], options.mappings[0], tf32=True, **small)
+    events, seconds = trace.recorded(experiment, dataset, host=False)
+    spans = [event for event in events if event["ph"] == "X" and event.get("cat") in trace.ON_DEVICE]
+    for event in spans:
+        event["name"] = f"{event['name'][:80]} {event.get('args', {}).get('grid', '')}"
+    longest = list(trace.summed(spans).items())[: options.trace]
+    rows = [[f"`{name}`", f"{one['count']:.0f}", f"{1e3 * one['seconds']:.3f} ms"] for name, one in longest]
+    told = f"{len(spans):,} kernels and copies, {1e3 * trace.busy(spans):.1f} of {1e3 * seconds:.1f} ms busy."
+    parts = [told, common.table(["kernel and grid", "count", "time"], rows)]
+    common.write(options.out, "A round of ResNet-18, by kernel", common.about(device, None), parts, {})
+    print(options.out.with_suffix(".md").read_text())
+
+
 def main() -> None:
     """Measure, model by model, and write down after each part."""
     parser = common.parser(__doc__, "results/resnet.md")
@@ -89,12 +106,16 @@ def main() -> None:
     parser.add_argument("--mappings", nargs="+", default=["graph", "vmap", "loop"])
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--trace", type=int, default=0, help="time nothing, and list so many kernels of a round")
     options = parser.parse_args()
     device = find_device(options.device)
     if options.tiny:
         options.clients, options.repeats = 12, 2
     dataset = images(options.clients, 3 if options.tiny else 48)
     small: Found = {"local_steps": 1, "batch_size": 2} if options.tiny else {}
+    if options.trace:
+        kernels(options, dataset, device, **small)
+        return
     found: dict[str, Found] = {}
     rows: list[list[str]] = []
 

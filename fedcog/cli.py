@@ -206,8 +206,8 @@ def _methods(options: argparse.Namespace, values: dict[str, Any], faults: list[s
 
 
 def _recorded(path: Path) -> int:
-    """How many rounds of a run are already there."""
-    return len(RunDirectory(path).lines())
+    """How many rounds of a run need not be run again: those up to its checkpoint."""
+    return RunDirectory(path).rounds()
 
 
 @contextlib.contextmanager

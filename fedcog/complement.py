@@ -28,6 +28,8 @@ from fedcog.tree import Params, State
 
 MOST = 10**12
 """Examples of a class that a client may have: sums of more would not be exact."""
+LARGEST = 2**63 - 1
+"""Of seeds, rounds and clients."""
 
 
 class Given(Algorithm):
@@ -54,8 +56,8 @@ class Complement:
 
     def batch(self, size: int = 64) -> dict[str, Tensor]:
         """The next inputs {"x"} with {"y"} and {"logits"}: shuffled, and each once before any comes twice."""
-        if size < 1:
-            raise ValueError(f"a batch has at least one input, not {size}.")
+        if not _whole(size) or size < 1:
+            raise ValueError(f"a batch has a whole number of inputs, at least one, not {size}.")
         first, self._served = self._served, self._served + size
         if self._served > len(self._order):
             seed, round, client = self._stream
@@ -101,8 +103,11 @@ def generate(
     faults += _uncounted("counts", counts) + ([] if sizes is None else _uncounted("sizes", sizes))
     whole = {"seed": seed, "round": round, "client": client}
     faults += [
-        f"{name} needs a whole number >= 0, not {value!r}." for name, value in whole.items() if not _whole(value)
+        f"{name} needs a whole number from 0 to {LARGEST}, not {value!r}."
+        for name, value in whole.items()
+        if not _whole(value) or value > LARGEST
     ]
+    seed, round, client = (value if faults else operator.index(value) for value in whole.values())
     shape = tuple(input_shape) if isinstance(input_shape, Iterable) else (input_shape,)
     if not shape or not all(_whole(side) and side > 0 for side in shape):
         faults.append(f"input_shape needs the sides of one input, such as (1, 28, 28), not {input_shape!r}.")
@@ -157,6 +162,8 @@ def generate(
 
 def distillation_loss(outputs: Tensor, teacher: Tensor, several: bool = False) -> Tensor:
     """How far logits are from a teacher's, on average: KL of softmax or, of several labels, of each one's sigmoid."""
+    if not outputs.numel():
+        raise ValueError("there are no logits to compare: a mean of none is no number.")
     if outputs.shape != teacher.shape:
         raise ValueError(f"logits {list(outputs.shape)} and a teacher's {list(teacher.shape)} must be as many.")
     return task_of(outputs.shape[-1], several).distil(teacher, outputs).mean()

@@ -262,6 +262,17 @@ def test_resume_keeps_the_settings_and_refuses_others(capsys: pytest.CaptureFixt
     assert main(["run", *FAST, "--out", "x"]) == 2
     assert "already holds a run" in capsys.readouterr().err
     assert main(["run", "--resume", "x"]) == 0
+    assert main(["report", "x", "elsewhere"]) == 2
+    assert "there is no run in or below elsewhere." in capsys.readouterr().err  # not left out in silence
+
+
+def test_what_is_run_again_counts_as_not_done(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", *FAST, "--out", "x", "--quiet"]) == 0
+    (Path("x") / "checkpoint.safetensors").unlink()
+    capsys.readouterr()
+    assert main(["run", "--resume", "x", "--plain"]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "s left" in line]
+    assert lines and not any("-" in line.rpartition("; ")[2] for line in lines) and lines[-1].endswith("; 0 s left)")
 
 
 def test_only_a_lack_of_memory_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:

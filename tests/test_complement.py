@@ -124,6 +124,32 @@ def test_every_input_is_served_once_before_any_comes_twice() -> None:
         assert len(torch.unique(seen[start : start + 8], dim=0)) == 8
 
 
+@pytest.mark.parametrize("size", [0, -1, 2.5, "4"])
+def test_a_batch_that_cannot_be_leaves_the_next_as_it_would_have_been(size: Any) -> None:
+    first, second = (
+        fedcog.generate(build("small", SHAPE, CLASSES, seed=0), None, [9, 0, 3, 1], SHAPE, **OPTIONS) for _ in range(2)
+    )
+    with pytest.raises(ValueError, match="a whole number of inputs, at least one"):
+        first.batch(size)
+    assert torch.equal(first.batch(4)["x"], second.batch(4)["x"])
+
+
+@pytest.mark.parametrize("name", ["seed", "round", "client"])
+def test_numbers_too_large_for_a_computer_are_refused_and_those_of_torch_taken(name: str) -> None:
+    model = build("small", SHAPE, CLASSES, seed=0)
+    with pytest.raises(ConfigError, match=f"{name} needs a whole number from 0 to {2**63 - 1}, not {2**63}"):
+        fedcog.generate(model, None, [9, 0, 3, 1], SHAPE, **OPTIONS | {name: 2**63})
+    plain, of_torch = (
+        fedcog.generate(model, None, [9, 0, 3, 1], SHAPE, **OPTIONS | {name: number}) for number in (3, torch.tensor(3))
+    )
+    assert torch.equal(plain.x, of_torch.x)
+
+
+def test_of_no_logits_there_is_no_mean() -> None:
+    with pytest.raises(ValueError, match="no logits to compare"):
+        fedcog.distillation_loss(torch.empty(0, 4), torch.empty(0, 4))
+
+
 def test_the_distillation_loss_is_a_divergence() -> None:
     """Against torch's own, single labels and several."""
     draw = torch.Generator().manual_seed(0)
@@ -195,7 +221,7 @@ def test_networks_that_cannot_be_copied_or_called_are_refused() -> None:
 def test_what_cannot_work_is_told() -> None:
     module = build("small", SHAPE, CLASSES, seed=0)
     for name, value in {"seed": 1.5, "round": "a", "client": "hospital-A"}.items():
-        with pytest.raises(ConfigError, match=f"{name} needs a whole number >= 0, not '?{value}"):
+        with pytest.raises(ConfigError, match=rf"{name} needs a whole number from 0 to \d+, not '?{value}"):
             fedcog.generate(module, None, [1] * CLASSES, SHAPE, **{name: value})  # type: ignore[arg-type]
     for shape in (0, (), (1, 8, 0), ("a",), (1.5,)):
         with pytest.raises(ConfigError, match="input_shape needs the sides of one input"):

@@ -74,7 +74,14 @@ def export(
         raise ConfigError(["the format onnx needs two packages more: pip install 'fedcog[onnx]'."])
     directory = RunDirectory(run)
     network, checkpoint = trained(directory, copy.deepcopy(model), algorithm)
-    experiment, told = directory.experiment(), directory.tensors("federation.safetensors")[1]
+    experiment = directory.experiment()
+    try:
+        told = directory.tensors("federation.safetensors")[1]
+    except RecordError as error:
+        raise RecordError(
+            f"{directory.path / 'federation.safetensors'} is missing or damaged. It is written anew by: fedcog run "
+            f"--resume {directory.path}"
+        ) from error
     about: dict[str, Any] = {key: told[key] for key in TOLD if key in told} | {
         "model": checkpoint.about["model"],
         "input_shape": checkpoint.about["input_shape"],

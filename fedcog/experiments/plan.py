@@ -104,7 +104,7 @@ def _ahead(one: Job, results: Results) -> int:
         return 0
     before = one.start.rounds if one.start is not None else 0
     with contextlib.suppress(RecordError):  # what is damaged is told when its turn comes
-        before = max(before, len(RunDirectory(results.run_directory(one)).lines()))
+        before = max(before, RunDirectory(results.run_directory(one)).rounds())
     return max(0, one.experiment.rounds - before)
 
 

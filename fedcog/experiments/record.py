@@ -376,10 +376,10 @@ def check_writable(folder: Path, flag: str) -> None:
 
 def runs_below(directories: Sequence[str | Path]) -> list[Path]:
     """Every run in or below some directories."""
-    found = [file.parent for place in directories for file in sorted(Path(place).rglob("experiment.toml"))]
-    if not found:
-        raise RecordError(f"there is no run in or below {', '.join(str(place) for place in directories)}.")
-    return list(dict.fromkeys(found))
+    found = {place: [file.parent for file in sorted(Path(place).rglob("experiment.toml"))] for place in directories}
+    if empty := [str(place) for place, runs in found.items() if not runs]:
+        raise RecordError(f"there is no run in or below {' and '.join(empty)}.")
+    return list(dict.fromkeys(run for runs in found.values() for run in runs))
 
 
 def _replace(final: Path, content: bytes) -> None:

@@ -18,7 +18,8 @@ def words(plan: Plan, found: Sequence[Tuned]) -> list[str]:
     length = f"{rounds} rounds" if not others else "rounds of its own number"
     (share, *_) = dict.fromkeys(one.experiment.validation for one in found)
     told = [
-        f"Every method got {plan.trials} trials, chosen by {KINDS[plan.search]} with seed {plan.seed}; a trial is "
+        f"Every method got {plan.trials} {'trials' if plan.trials > 1 else 'trial'}, "
+        f"chosen by {KINDS[plan.search]} with seed {plan.seed}; a trial is "
         f"{length} with seed{'s' * (len(plan.trial_seeds) > 1)} {_listed(plan.trial_seeds)}.",
         f"A trial is judged by its score after the last round on {100 * share:g} % of each client's training examples, "
         "which it does not train on. No trial looks at the test set.",

@@ -216,6 +216,13 @@ def test_damaged(run: Path, file: str, capsys: pytest.CaptureFixture[str]) -> No
     assert not (run / "model.safetensors").exists()
 
 
+def test_what_is_written_anew_by_going_on_is_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "federation.safetensors").unlink()
+    assert main(["export", "run"]) == 2
+    assert "written anew by: fedcog run --resume run" in capsys.readouterr().err
+    assert main(["run", "--resume", "run", "--quiet"]) == 0 == main(["export", "run"])
+
+
 def test_a_checkpoint_of_a_network_nobody_knows(run: Path) -> None:
     directory = RunDirectory(run)
     checkpoint = directory.load()

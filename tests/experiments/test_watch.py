@@ -314,6 +314,17 @@ def test_what_a_record_tells_of_its_state(tmp_path: Path) -> None:
         run.refresh()
 
 
+def test_where_the_test_set_is_left_alone_validation_is_shown(tmp_path: Path) -> None:
+    settings = QUICK | {"rounds": 2, "validation": 0.2, "evaluate_test": False}
+    run = fedcog.run(Experiment(**settings), tmp_path / "trial", report=False)  # as a sweep's trials are
+    wanted = [line["validation_accuracy"] for line in run.lines]
+    with serving(tmp_path) as server:
+        (one,) = told(server)["runs"]
+        assert (one["last"], one["best"], one["measure"]) == (wanted[-1], max(wanted), "Validation accuracy")
+        found = server.runs.find(one["id"])
+        assert found is not None and server.runs.curves(found, 0, 0)["score"] == wanted
+
+
 def test_whoever_asks_keeps_nobody_from_writing(tmp_path: Path) -> None:
     directory, asked = write(tmp_path / "a", 1, 2), threading.Event()
     (directory.path / ".lock").touch()

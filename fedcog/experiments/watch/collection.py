@@ -11,9 +11,10 @@ from typing import Any
 
 from fedcog.experiments.config import name_of
 from fedcog.experiments.report.markup import printable
+from fedcog.experiments.run import Run
 from fedcog.experiments.summary import COLUMNS, Group, group, row
 from fedcog.experiments.watch.following import Followed, Gone, age
-from fedcog.task import MEASURES
+from fedcog.task import MEASURES, Measure
 
 RUNS = 400  # more are counted, and the latest shown
 FOLDERS = 50_000  # more are not looked into
@@ -65,7 +66,7 @@ class Collection:
         with self._lock:
             first = first if generation == run.generation else 0
             some, known = run.lines[first : first + POINTS], run.run
-            measure = known.measure if known else "accuracy"
+            measure = _judged(known)[0] if known else "accuracy"
             told = {"generation": run.generation, "first": min(first, len(run.lines))}
             return told | {"loss": [one["loss"] for one in some], "score": [one.get(measure) for one in some]}
 
@@ -120,12 +121,22 @@ class Collection:
         told |= {"exhibits": one.exhibits[-SHOWN:], "why": printable(one.fault or one.diverged)[:2000]}
         told |= {"partition": (path / "federation.safetensors").exists()}
         if run is not None and experiment is not None:
-            scores = run.scores
-            told |= {"rounds": experiment.rounds, "seed": experiment.seed, "measure": MEASURES[run.measure]}
+            name, words = _judged(run)
+            scores = [line[name] for line in one.lines if line.get(name) is not None]
+            told |= {"rounds": experiment.rounds, "seed": experiment.seed, "measure": words}
             told |= {"algorithm": printable(name_of(experiment.algorithm)), "dataset": printable(experiment.dataset)}
             told |= {"rule": f"{experiment.clients} clients, {printable(experiment.partition_rule)}"}
-            told |= {"last": scores[-1][1] if scores else None, "best": run.best if scores else None}
+            told |= {"last": scores[-1] if scores else None, "best": max(scores, default=None)}
         return told
+
+
+def _judged(run: Run) -> tuple[str, str]:
+    """What a run is judged by, and in words: on the test set or, where that is left alone, on validation examples."""
+    if run.experiment.evaluate_test:
+        return run.measure, f"Test {MEASURES[run.measure]}"
+    held_out = {name for line in run.lines for name in line}
+    measure: Measure = next((name for name in MEASURES if f"validation_{name}" in held_out), "accuracy")
+    return f"validation_{measure}", f"Validation {MEASURES[measure]}"
 
 
 def below(root: Path) -> list[Path]:

@@ -127,9 +127,9 @@ function show() {
   const lines = runs.filter(isDrawn).filter(run => run.loss.length);
   const groups = [...new Set(lines.map(run => run.group))].filter(group => group !== null).sort((a, b) => a - b);
   $("legend").replaceChildren(...groups.map(group => make("li", {}, key(group), make("span", { text: page.groups[group] }))));
-  const measure = [...new Set(lines.map(run => run.measure))].join(" or ") || "accuracy";
-  $("score-name").textContent = `Test ${measure} (%)`;
-  chart($("score"), lines, run => run.score, 100, `Test ${measure} in % over rounds`);
+  const measure = [...new Set(lines.map(run => run.measure))].join(" or ") || "Test accuracy";
+  $("score-name").textContent = `${measure} (%)`;
+  chart($("score"), lines, run => run.score, 100, `${measure} in % over rounds`);
   chart($("loss"), lines, run => run.loss, 1, "Training loss over rounds");
   showOne();
 }

@@ -244,7 +244,10 @@ def finish(experiment: Experiment, runs: Sequence[Running]) -> list[Run | Diverg
 
 
 def load(path: str | Path, model: nn.Module | None = None, algorithm: Algorithm | None = None) -> nn.Module:
-    """The trained global model of a run, in evaluation mode; `model` and `algorithm` are your own, where it had any."""
+    """The trained global model of a run, in evaluation mode; `model` and `algorithm` are your own, where it had any.
+
+    It takes inputs as it was trained on them, normalised; one that takes bytes comes of `export`, as ONNX.
+    """
     return trained(RunDirectory(path), model, algorithm)[0]
 
 

@@ -1,5 +1,6 @@
 """Every table and figure of the paper as experiments, with its numbers beside (Ye et al., ICLR 2024)."""
 
+import functools
 from typing import Any
 
 from fedcog.algorithms import Algorithm, FedCOG, FedSAM
@@ -533,6 +534,7 @@ def privacy() -> Study:
     )
 
 
+@functools.cache
 def studies() -> dict[str, Study]:
     """Everything, by name, in the order it should be run."""
     first = [main(), plug(), ablation(), question(), steps(), generation_time(), time(), analysis()]

@@ -14,6 +14,7 @@ from fedcog.experiments.config import Experiment, make_algorithm
 from fedcog.experiments.record import RecordError, RunDirectory
 from fedcog.settings import ConfigError
 from tests import engine
+from tests.engine import in_this_process  # noqa: F401 - a fixture
 
 pytest.importorskip("flwr")
 engine.needed()
@@ -54,6 +55,7 @@ def test_flower_comes_to_what_the_simulator_comes_to(tmp_path: Path) -> None:
         torch.testing.assert_close(value, servers[1][key], atol=1e-5, rtol=0)
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_what_nodes_kept_is_not_made_up_when_a_run_goes_on(tmp_path: Path) -> None:
     one = experiment("scaffold", rounds=1, backend="flower")
     fedcog.run(one, tmp_path / "run", report=False)

@@ -77,9 +77,12 @@ def test_what_is_traced_writes_over_the_state_alone(name: str) -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler needs g++ on a CPU")
-def test_what_is_compiled_does_what_the_round_does() -> None:
+def test_what_is_compiled_does_what_the_round_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several labels, whose loss torch differentiates in place."""
-    plain, compiled = (Small(FedAvg(), "vmap", dataset=several(), rounds=2) for _ in range(2))
+    # what this processor can do at once is found out by a dozen programs, and each operator takes g++ seconds
+    monkeypatch.setattr("torch._inductor.cpu_vec_isa.valid_vec_isa_list", list, raising=False)
+    settings = {"dataset": several(), "rounds": 2}
+    plain, compiled = (Small(FedAvg(), "vmap", module=USER_MODELS["frozen"](), **settings) for _ in range(2))
     made: list[tuple[graphs.Layout, Callable[..., object]]] = []
 
     def repeat(step: graphs.Step, key: Hashable, state: State, fixed: State, times: int) -> State:

@@ -109,10 +109,11 @@ def test_local_models_need_not_be_tried_and_a_program_may_run_twice(tmp_path: Pa
         "        evaluate_every=2, mapping='loop', workers=1, device='cpu')\n"
         "    done = fedcog.run(one, f'{sys.argv[1]}/{name}', report=False)\n"
         "    sys.stdout.write(f'ended {name} {len(done.lines)}\\n')\n"
+        "from fedcog.cli import main\n"
+        "main(['run', *sys.argv[2:], '--out', f'{sys.argv[1]}/wild'])\n"
     )
-    said = finished(_torchrun(str(script), str(tmp_path)))
+    said = finished(_torchrun(str(script), str(tmp_path), *SMALL, "--rounds", "2", "--lr", "1e10", "--plain"))
     assert said.count("ended fedavg 2") == 2 and said.count("ended scaffold 2") == 2, said
-    said = finished(torchrun(*SMALL, "--rounds", "2", "--lr", "1e10", "--out", str(tmp_path / "wild")))
     assert said.count("diverged in round") == 1, said
 
 

@@ -1,4 +1,7 @@
-"""Secure aggregation and hostile answers, in Flower's simulation engine: what the server's grid receives is watched."""
+"""Secure aggregation and hostile answers, in Flower's simulation engine: what the server's grid receives is watched.
+
+Once on Ray, and then with the nodes in this process: what goes wrong does so at the server, on the way to them.
+"""
 # ruff: noqa: E402
 
 import io
@@ -16,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests import engine
+from tests.engine import in_this_process  # noqa: F401 - a fixture
 
 flower = pytest.importorskip("fedcog.federation.flower")
 engine.needed()
@@ -126,6 +130,7 @@ def test_the_server_sees_the_sum_and_nothing_that_resembles_an_update(
     assert all(client.keys() == {"client", "down", "up"} for client in told["local"])
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_a_round_survives_who_drops_out_and_says_who(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In round r one client falls silent from stage r on; in the fifth, two of four do."""
     calls = 0
@@ -179,6 +184,7 @@ def test_what_is_no_sum_is_refused(words: list[str], remedy: str, capsys: pytest
     assert remedy in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_masked_and_private_at_once(tmp_path: Path) -> None:
     one = experiment("scaffold", rounds=2, privacy="central", dp_clip=0.5, dp_noise=0.1)
     pytest.importorskip("dp_accounting")
@@ -190,6 +196,7 @@ def test_masked_and_private_at_once(tmp_path: Path) -> None:
     assert there.lines[-1]["loss"] is None  # which nobody was told
 
 
+@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("secure", [False, True])
 def test_nodes_that_are_all_away_for_a_moment_are_asked_again(
     secure: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -220,6 +227,7 @@ def test_nodes_that_are_all_away_for_a_moment_are_asked_again(
         torch.testing.assert_close(value, server(run.path)[name], atol=1e-3 if secure else 1e-6, rtol=0)
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_a_number_out_of_range_drops_its_client_and_is_never_clipped(tmp_path: Path) -> None:
     one = experiment("fedavg", rounds=1, secure_aggregation=True, secure_scale=1e-4)
     with pytest.raises(RuntimeError, match=r"came to no sum.*raise --secure-scale"):
@@ -232,6 +240,7 @@ def npy(array: np.ndarray) -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_a_round_goes_on_without_answers_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every round another client sends something else: NaN, another shape, far too much, and a pickle."""
 

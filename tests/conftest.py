@@ -19,7 +19,8 @@ settings.load_profile("fedcog")
 TOGETHER = (
     ("test_deployment",),
     ("flower", "test_secure"),
-    *((name,) for name in ("test_track", "test_watch", "test_browser", "test_docs")),
+    ("test_graphs", "federation/test_together"),
+    *((name,) for name in ("test_track", "test_watch", "test_browser", "test_docs", "test_export")),
 )
 """Tests that one worker has, one after another: of a dozen processes each, or of something that takes long to make."""
 LONG = (

@@ -1,6 +1,7 @@
 """Secure aggregation and hostile answers, in Flower's simulation engine: what the server's grid receives is watched.
 
-Once on Ray, and then with the nodes in this process: what goes wrong does so at the server, on the way to them.
+Masked rounds and clients that drop out are Ray's; the rest has its nodes in this process, for what goes wrong there does
+so at the server, on the way to them.
 """
 # ruff: noqa: E402
 
@@ -130,7 +131,6 @@ def test_the_server_sees_the_sum_and_nothing_that_resembles_an_update(
     assert all(client.keys() == {"client", "down", "up"} for client in told["local"])
 
 
-@pytest.mark.usefixtures("in_this_process")
 def test_a_round_survives_who_drops_out_and_says_who(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In round r one client falls silent from stage r on; in the fifth, two of four do."""
     calls = 0

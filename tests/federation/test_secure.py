@@ -1,7 +1,7 @@
 """Secure aggregation and hostile answers, in Flower's simulation engine: what the server's grid receives is watched.
 
-Masked rounds and clients that drop out are Ray's; the rest has its nodes in this process, for what goes wrong there does
-so at the server, on the way to them.
+Masked rounds and clients that drop out are Ray's; the rest has its nodes in this process, for what goes wrong there
+does so at the server, on the way to them.
 """
 # ruff: noqa: E402
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from selenium.webdriver import Chrome
+from selenium.webdriver.support.ui import WebDriverWait
 
 from fedcog.experiments import paper
 from fedcog.experiments.report import reproduction
@@ -37,6 +38,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("width", ["phone", "desktop"])
 def test_figures_are_seen_and_nothing_is_said_or_cut_off(browser: Chrome, file: Path, width: str) -> None:
     look(browser, file, width)
+    WebDriverWait(browser, 30).until(lambda page: ask(page, "return document.readyState") == "complete")
     found = ask(browser, FIGURES)
     assert len(found) >= 8
     for across, down, seen, strokes in found:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fedcog.experiments.prepare import find_device, surroundings
+from fedcog.kernels import ahead, products
 from fedcog.kernels.convolution import KINDS
 from fedcog.kernels.shapes import Shape, choices
 from fedcog.layers.operators import grouped
@@ -34,6 +35,8 @@ LAYERS = {
     "residual, 256": Shape(10, 32, 256, 4, 4, 256, 3, 3, ONE, ONE, ONE),
     "residual, 256 to 512": Shape(10, 32, 256, 4, 4, 512, 3, 3, TWO, ONE, ONE),
     "residual, 512": Shape(10, 32, 512, 2, 2, 512, 3, 3, ONE, ONE, ONE),
+    "residual, first": Shape(10, 32, 3, 64, 64, 64, 7, 7, TWO, (3, 3), ONE),
+    "residual, 64 to 128, shortcut": Shape(10, 32, 64, 16, 16, 128, 1, 1, TWO, NONE, ONE),
     "generator, 128": Shape(10, 256, 128, 16, 16, 128, 3, 3, ONE, ONE, ONE),
     "generator, 128 to 64": Shape(10, 256, 128, 32, 32, 64, 3, 3, ONE, ONE, ONE),
 }
@@ -57,6 +60,15 @@ def apart(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact).norm() / exact.norm())
 
 
+def foresee(shape: Shape, device: torch.device, tf32: bool) -> None:
+    """Have a layer's kernels compiled beside."""
+    for kind, given in arguments(shape, device).items():
+        for blocks in choices(kind, shape):
+            ahead.begin(device, KINDS[kind], *given, shape, blocks, tf32)
+        if products.fits(kind, shape):
+            ahead.begin(device, products.multiply, kind, *given, shape)
+
+
 def row(name: str, kind: str, shape: Shape, device: torch.device, tf32: bool) -> tuple[list[str], dict[str, float]]:
     """A line of the table."""
     one, other = arguments(shape, device)[kind]
@@ -64,6 +76,8 @@ def row(name: str, kind: str, shape: Shape, device: torch.device, tf32: bool) ->
     ways = {"cuDNN": functools.partial(grouped, kind, one, other, shape)}
     for blocks in choices(kind, shape):
         ways[str(tuple(blocks))] = functools.partial(KINDS[kind], one, other, shape, blocks, tf32)
+    if products.fits(kind, shape):
+        ways["product"] = functools.partial(products.multiply, kind, one, other, shape)
     times = {way: 1e6 * seconds(compute) for way, compute in ways.items()}
     errors = {way: apart(compute(), exact) for way, compute in ways.items()}
     best = min(times, key=lambda way: times[way])
@@ -76,14 +90,18 @@ def main() -> None:
     """Time every layer's three kernels."""
     parser = common.parser(__doc__, "results/convolutions.md")
     parser.add_argument("--tf32", action="store_true", help="products of one term in TF32, not of three")
-    parser.add_argument("--layers", default="", help="only those whose name begins so")
+    parser.add_argument("--layers", nargs="+", default=[""], help="only those whose names begin so")
     options: argparse.Namespace = parser.parse_args()
     device = find_device(options.device)
     if device.type != "cuda":
         parser.error("these are kernels for a GPU, and there is none.")
     rows, found = [], dict[str, dict[str, float]]()
+    chosen = {name: shape for name, shape in LAYERS.items() if name.startswith(tuple(options.layers))}
     with surroundings(0, options.tf32):
-        for name, shape in ((name, shape) for name, shape in LAYERS.items() if name.startswith(options.layers)):
+        for shape in chosen.values():
+            foresee(shape, device, options.tf32)
+        ahead.finish()
+        for name, shape in chosen.items():
             for kind in KINDS:
                 if kind == "input" and shape.channels == 3 and shape.models == 50:
                     continue  # nobody asks for the gradient by pfl's images

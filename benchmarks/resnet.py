@@ -1,7 +1,8 @@
 """How fast and how large ResNet-18 is on one GPU: ten clients of a FLAIR-shaped federation, against a plain loop.
 
     python benchmarks/resnet.py --out results/resnet.md [--models resnet18 resnet18-gn] [--mappings graph vmap loop]
-    python benchmarks/resnet.py --out results/kernels.md --trace 60      (which kernels a round in TF32 is made of)
+    python benchmarks/resnet.py --out results/kernels.md --trace 60 [--algorithm fedcog --count 256] [--cohort 30]
+                                                              (which kernels a round in TF32 is made of)
 
 Ten of 200 clients take part in a round of 10 steps of batch 32 on random images of 64x64 with 17 labels, as the
 paper's experiment on FLAIR has it; SGD with momentum, crop and flip. The plain loop trains them one after another, a
@@ -47,9 +48,11 @@ def setting(
     options: argparse.Namespace, model: str, mapping: str, algorithm: str = "fedavg", **more: Any
 ) -> Experiment:
     """The paper's experiment on FLAIR, but for the data."""
-    chosen: Found = {"partition": "natural", "clients": options.clients, "participation": 10 / options.clients}
+    chosen: Found = {"partition": "natural", "clients": options.clients}
+    chosen |= {"participation": options.cohort / options.clients}
     chosen |= {"local_steps": 10, "batch_size": 32, "model": model, "mapping": mapping, "min_examples": 1}
-    small = {"fedcog": {"start_round": 0, "count": 32} | ({"steps": 2, "count": 2} if options.tiny else {})}
+    made = {"start_round": 0, "count": options.count, "steps": options.generation_steps}
+    small = {"fedcog": made | ({"steps": 2, "count": 2} if options.tiny else {})}
     return common.experiment(algorithm, small, **chosen | {"device": options.device} | more)
 
 
@@ -85,8 +88,8 @@ def by_hand(experiment: Experiment, dataset: Dataset, repeats: int) -> list[floa
 
 
 def kernels(options: argparse.Namespace, dataset: Dataset, device: torch.device, **small: Any) -> None:
-    """What a round of FedAvg on a GPU is made of, by kernel and grid, the longest first."""
-    experiment = setting(options, options.models[0], options.mappings[0], tf32=True, **small)
+    """What a round on a GPU is made of, by kernel and grid, the longest first."""
+    experiment = setting(options, options.models[0], options.mappings[0], options.algorithm, tf32=True, **small)
     events, seconds = trace.recorded(experiment, dataset, host=False)
     spans = [event for event in events if event["ph"] == "X" and event.get("cat") in trace.ON_DEVICE]
     for event in spans:
@@ -105,6 +108,10 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["resnet18", "resnet18-gn"])
     parser.add_argument("--mappings", nargs="+", default=["graph", "vmap", "loop"])
     parser.add_argument("--clients", type=int, default=200)
+    parser.add_argument("--cohort", type=int, default=10, help="clients in a round")
+    parser.add_argument("--count", type=int, default=32, help="inputs that a client of FedCOG generates")
+    parser.add_argument("--generation-steps", type=int, default=100)
+    parser.add_argument("--algorithm", default="fedavg", help="of the round whose kernels are listed")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--trace", type=int, default=0, help="time nothing, and list so many kernels of a round")
     options = parser.parse_args()

@@ -207,10 +207,13 @@ class RunDirectory:
         self._tensors("checkpoint.safetensors", flat, about)
 
     def load(self) -> Checkpoint | None:
-        """The checkpoint, if there is one."""
+        """The checkpoint, if there is one; what clients keep is read from the file when their turn comes."""
         if not (self.path / "checkpoint.safetensors").exists():
             return None
-        flat, about = self.tensors("checkpoint.safetensors")
+        with self._opened("checkpoint.safetensors") as (file, about):
+            names = sorted(file.keys())
+            flat = {name: file.get_tensor(name).clone() for name in names if name.startswith("server::")}
+            clients = {name[9:]: file.get_tensor(name) for name in names if name.startswith("clients::")}
         try:
             if about.pop("format") != FORMAT:
                 raise RecordError(
@@ -220,8 +223,7 @@ class RunDirectory:
             round = about.pop("round")
             if type(round) is not int or round < 0:
                 raise ValueError("a checkpoint counts its rounds")
-            state = tree.unflatten({name: value for name, value in flat.items() if name.startswith("server::")})
-            clients = {name[9:]: value for name, value in flat.items() if name.startswith("clients::")}
+            state = tree.unflatten(flat)
             checkpoint = Checkpoint(round, {"buffers": {}} | state["server"], clients, about)
             assert all(client >= 0 for client in checkpoint.known)
             return checkpoint

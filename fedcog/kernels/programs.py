@@ -187,6 +187,55 @@ def convolve_weight(
 
 
 @triton.jit
+def unfold(
+    x, columns, x_model, batch, K,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, O: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
+    P: tl.constexpr, Q: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    DH: tl.constexpr, DW: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """What every weight meets at every position: [models, weights of an output, positions]."""
+    model = tl.program_id(1).to(tl.int64)
+    places = batch * P * Q
+    place = tl.program_id(0) * BM + tl.arange(0, BM)
+    example, row, column = place // (P * Q), (place // Q) % P, place % Q
+    k = tl.program_id(2) * BK + tl.arange(0, BK)
+    c, r, s = k // (R * S), (k // S) % R, k % S
+    down, across = (row * SH - PH)[None, :] + (r * DH)[:, None], (column * SW - PW)[None, :] + (s * DW)[:, None]
+    stored = (k < K)[:, None] & (place < places)[None, :]
+    there = stored & (down >= 0) & (down < H) & (across >= 0) & (across < W)
+    at = example[None, :] * (C * H * W) + (c * (H * W))[:, None] + down * W + across
+    seen = tl.load(x + model * x_model + at, mask=there, other=0.0)
+    tl.store(columns + (model * K + k[:, None]) * places + place[None, :], seen, mask=stored)
+
+
+@triton.jit
+def fold(
+    columns, x, batch, K,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, O: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
+    P: tl.constexpr, Q: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    DH: tl.constexpr, DW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The reverse: what lies in the columns, added up where it was taken from; sums are made in one order."""
+    model = tl.program_id(1).to(tl.int64)
+    places = batch * P * Q
+    columns += model * K * places
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < batch * (C * H * W)
+    example, c, row, column = at // (C * H * W), (at // (H * W)) % C, (at // W) % H, at % W
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for r in tl.static_range(R):
+        for s in tl.static_range(S):
+            low, right = row + PH - r * DH, column + PW - s * DW
+            there = inside & (low >= 0) & (right >= 0) & (low % SH == 0) & (right % SW == 0)
+            down, across = low // SH, right // SW
+            there &= (down < P) & (across < Q)
+            place = (example * P + down) * Q + across
+            k = (c * R + r) * S + s
+            total += tl.load(columns + k.to(tl.int64) * places + place, mask=there, other=0.0).to(tl.float32)
+    tl.store(x + model * batch * (C * H * W) + at, total.to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def moved_images(
     stored, index, moves, mean, std, made, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     PADDING: tl.constexpr, NORMAL: tl.constexpr, BLOCK: tl.constexpr,

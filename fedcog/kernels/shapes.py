@@ -62,6 +62,9 @@ def choices(kind: str, shape: Shape) -> list[Blocks]:
     taps = shape.rows * shape.columns
     if kind == "weight":
         columns = _power(shape.outputs, 8, 64)
+        if columns >= 32 and shape.channels % 64 == 0:
+            wide = [Blocks(64, 128, 32, 4, 4)] if shape.outputs >= 128 else []
+            return [Blocks(64, columns, 64, 4, 3), Blocks(64, columns, 32, 4, 4), *wide]
         if columns >= 32:
             return [Blocks(64, columns, 64, 4, 3)]
         return [Blocks(128 if 64 < shape.channels * taps <= 128 else 32, columns, 64, 2, 3)]
@@ -70,6 +73,9 @@ def choices(kind: str, shape: Shape) -> list[Blocks]:
     if made <= 8 and terms <= 1024 and taps <= 49 and (kind == "output" or shape.turnable):
         return [Blocks(256, _power(made, 4, 8), 1, 2, 0)]
     columns = _power(made, 8, 64)
+    if columns >= 32 and terms % (32 * taps) == 0:
+        wide = [Blocks(128, 128, 32, 8, 3)] if made >= 128 else []
+        return [Blocks(128, columns, 32, 4, 3), Blocks(64, columns, 32, 4, 4), *wide]
     return [Blocks(128, columns, 32, 4, 3), *([Blocks(256, columns, 32, 8, 3)] if columns >= 32 else [])]
 
 

@@ -3,7 +3,8 @@
 Three operators belong together, for each is a gradient of the others: the output of input and weight, the input's
 gradient of the output's and the weight, the weight's gradient of the output's and the input. Their arguments have a
 leading model axis; what all models share has a stride of 0 there. On a GPU they run whichever is fastest for the shape:
-Triton kernels that take the models side by side, or torch's grouped convolution, which is one kernel a model.
+Triton kernels that take the models side by side, a matrix product of columns, or torch's grouped convolution, which is
+one kernel a model.
 """
 
 import functools
@@ -20,6 +21,7 @@ from fedcog.layers import tuning
 
 try:
     from fedcog.kernels import convolution as kernels
+    from fedcog.kernels import products
 except ImportError:  # there is no Triton here
     kernels = None  # type: ignore[assignment]
 
@@ -108,6 +110,8 @@ def _launches(kind: str, one: Tensor, other: Tensor, shape: Shape) -> tuple[str,
     sharing = "".join("-" if value.stride(0) == 0 and shape.models > 1 else "+" for value in (first, second))
     launch = functools.partial(kernels.KINDS[kind], first, second, shape)
     ways = {",".join(map(str, blocks)): functools.partial(launch, blocks, tf32) for blocks in choices(kind, shape)}
+    if products.fits(kind, shape):
+        ways["product"] = functools.partial(products.multiply, kind, first, second, shape)
     case = f"{kind}{sharing} {one.dtype} {'tf32 ' if tf32 else ''}{list(shape)} by {' or '.join(ways)}"
     return case, ways
 

@@ -18,6 +18,7 @@ import torch
 import fedcog
 from fedcog import Experiment, FedCOG, FedProx, tree
 from fedcog.experiments.record import RecordError, RunDirectory, write_file
+from fedcog.federation.store import Store
 
 TINY = Experiment(
     algorithm=FedCOG(FedProx(), count=8, steps=3, start_round=2),
@@ -135,7 +136,10 @@ def test_what_is_read_lies_in_memory_as_torch_lays_it(whole: tuple[Path, float])
     """On some processors a sum's last bit hangs on where its terms lie, and a resumed run would part from a whole."""
     checkpoint = RunDirectory(whole[0]).load()
     assert checkpoint is not None
-    read = [*tree.flatten(checkpoint.server).values(), *checkpoint.clients.values()]
+    store = Store()
+    store.restore(checkpoint.clients)  # which hands on copies
+    clients = [store.take([client], dict) for client in sorted(checkpoint.known)]
+    read = [value for state in (checkpoint.server, *clients) for value in tree.flatten(state).values()]
     assert len(read) > 10 and not [value for value in read if value.data_ptr() % 64]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton: pip install triton")
 
-from fedcog.kernels import convolution, pictures
+from fedcog.kernels import convolution, pictures, products
 from fedcog.kernels.shapes import Blocks, Shape, choices
 from fedcog.pictures import PADDING, examples
 
@@ -72,11 +72,48 @@ def test_what_models_share_need_not_be_copied(kind: str) -> None:
         assert torch.equal(shared, copied)
 
 
+@pytest.mark.parametrize("room", [2**28, 500])
+@pytest.mark.parametrize("kind", WAYS)
+@pytest.mark.parametrize("seed", range(6))
+def test_products_of_columns_agree_with_float64(
+    seed: int, kind: str, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "ROOM", room)  # so small that models take turns
+    s = shape(seed, 1 if seed % 2 else None)
+    s = s._replace(models=1, batch=4) if seed == 4 else s
+    given, wanted = reference(s)
+    one, other = (value.to(DEVICE) for value in given[kind])
+    assert apart(products.multiply(kind, one, other, s), wanted[kind]) < 1e-6, s
+
+
+@pytest.mark.parametrize("kind", WAYS)
+def test_products_take_what_models_share(kind: str) -> None:
+    s = shape(5, 1)._replace(models=3)
+    given, _ = reference(s)
+    one, other = (value.to(DEVICE)[:1].expand_as(value) for value in given[kind])
+    shared = products.multiply(kind, one, other, s)
+    assert torch.equal(shared, products.multiply(kind, one.contiguous(), other.contiguous(), s))
+
+
+def test_columns_of_one_large_batch_are_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    s = Shape(1, 12, 2, 5, 5, 3, 3, 3, (1, 1), (0, 0), (1, 1))
+    monkeypatch.setattr(products, "ROOM", 2 * 9 * 9 * 3)  # those of three examples
+    assert products.fits("output", s) and products.fits("input", s) and not products.fits("weight", s)
+    assert not products.fits("output", s._replace(models=2))
+    assert not products.fits("output", s._replace(batch=13))
+
+
 OFFERED = {
     "few channels": Shape(2, 3, 3, 9, 9, 6, 3, 3, (1, 1), (1, 1), (1, 1)),
     "a weight of one block": Shape(2, 2, 3, 9, 9, 12, 5, 5, (1, 1), (0, 0), (1, 1)),
     "many channels": Shape(2, 2, 34, 5, 6, 40, 2, 3, (1, 1), (0, 1), (1, 2)),
     "many channels, strides": Shape(2, 2, 33, 6, 6, 35, 3, 3, (2, 2), (1, 1), (1, 1)),
+    "by taps": Shape(2, 2, 64, 5, 6, 96, 2, 3, (1, 1), (0, 1), (1, 2)),
+    "by taps, strides": Shape(2, 2, 64, 7, 6, 64, 3, 3, (2, 2), (1, 1), (1, 1)),
+    "by taps, uneven strides": Shape(2, 1, 64, 8, 7, 32, 3, 2, (3, 2), (1, 0), (1, 1)),
+    "one tap, strides": Shape(2, 3, 64, 5, 4, 128, 1, 1, (2, 2), (0, 0), (1, 1)),
+    "taps that reach nothing": Shape(1, 2, 64, 5, 5, 64, 1, 2, (3, 3), (0, 1), (1, 1)),
+    "many inputs' gradient of few": Shape(2, 2, 3, 9, 8, 64, 5, 5, (2, 2), (2, 2), (1, 1)),
 }
 
 

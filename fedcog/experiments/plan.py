@@ -59,12 +59,27 @@ def stacks(all_: Sequence[Job]) -> list[list[Job]]:
     """Work that is done in one go: runs that differ in seed, partition and learning rate alone, where that is faster.
 
     All else is done one by one. No more go together than ABREAST, for each keeps what it trains on at hand, or CROWD.
+    Of runs that differ in how many rounds they have the longest come first: the others are known by then.
     """
-    found: dict[object, list[Job]] = {}
+    found: dict[object, dict[object, list[Job]]] = {}
     for one in all_:
-        mates = _mates(one) if stacked(one.experiment) and not one.probe else one
-        found.setdefault(mates, []).append(one)
-    return [part for some in found.values() for part in _parts(some)]
+        mates, lengths = (
+            _mates(each) if stacked(one.experiment) and not one.probe else each for each in (one, _endless(one))
+        )
+        found.setdefault(lengths, {}).setdefault(mates, []).append(one)
+    alike = (sorted(mates.values(), key=lambda some: -some[0].experiment.rounds) for mates in found.values())
+    return [part for lengths in alike for some in lengths for part in _parts(some)]
+
+
+def part_of(one: Job, other: Job) -> bool:
+    """Is the first run the beginning of the second, and its last round evaluated there, too?"""
+    plain = not one.probe and one.experiment.evaluate_every == 1 and not one.experiment.evaluate_local
+    return plain and one.experiment.rounds < other.experiment.rounds and _endless(one) == _endless(other)
+
+
+def _endless(one: Job) -> Job:
+    """A job, whatever its number of rounds: shorter and longer runs are the same as far as they go."""
+    return one._replace(experiment=dataclasses.replace(one.experiment, rounds=1))
 
 
 def _parts(some: Sequence[Job]) -> list[list[Job]]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from fedcog.data import DataError, Dataset, PartitionError, sources
 from fedcog.experiments.config import Experiment, generating, name_of
-from fedcog.experiments.plan import known, stacks
+from fedcog.experiments.plan import known, part_of, stacks
 from fedcog.experiments.prepare import find_device, surroundings
 from fedcog.experiments.probes import measure
 from fedcog.experiments.provenance import provenance
@@ -78,7 +78,7 @@ class Queue:
         generator: nn.Module | None = None,
         planned: Sequence[Job] | None = None,
     ) -> None:
-        self._planned = planned
+        self._planned, self._wanted = planned, list[Job]()
         self.results, self.say, self.command = results, say, command
         self._own, self._generator = {"data": data, "model": model}, generator
         self.deadline = Deadline(budget) if budget is not None else None
@@ -88,6 +88,7 @@ class Queue:
     def work(self, all_: Sequence[list[Job]]) -> Ended:
         """Do what is not done. What another process is at is left to it, unless it stops; what fails stops nothing."""
         failed, waiting = list[str](), list[list[Job]]()
+        self._wanted = [one for stack in all_ for one in stack]
         for stack in all_:
             if all(known(one, self.results) for one in stack):
                 self._let_go(stack)  # who was killed may have had no time for it
@@ -154,6 +155,13 @@ class Queue:
         runs = [one for one in left if not one.probe]
         for one, run in zip(runs, self._carry_out(runs) if runs else [], strict=True):
             self.results.add(one, digest(run))
+            for other in (other for other in self._wanted if part_of(other, one)):
+                self._cut(other, run)
+
+    def _cut(self, one: Job, run: Run) -> None:
+        """What came of a job that a longer run went through on its way, unless it did not get so far."""
+        if len(run.lines) >= one.experiment.rounds:
+            self.results.add(one, digest(Run(run.path, one.experiment, run.lines[: one.experiment.rounds])))
 
     def _let_go(self, done: Sequence[Job]) -> None:
         """Do without the heavy checkpoints of starts that nothing planned needs any more."""

@@ -114,6 +114,23 @@ def test_users_of_several_seeds_train_as_one(tmp_path: Path, monkeypatch: pytest
         assert line["o_f1"] == pytest.approx(theirs[name]["o_f1"], abs=0.01) and line["c_p"] and "accuracy" not in line
 
 
+def test_the_beginning_of_a_longer_run_is_not_run_again(tmp_path: Path) -> None:
+    """Users' images are in two tables, of which one asks for two rounds more."""
+    study = STUDIES["flair"]
+    few = [cell for cell in study.cells if cell.block == "Mosaics, O-F1" and cell.row in ("FedAvg", "FedCOG")]
+    short = jobs(study._replace(cells=tuple(few)))
+    long = [
+        job._replace(experiment=dataclasses.replace(job.experiment, rounds=job.experiment.rounds + 2)) for job in short
+    ]
+    work = stacks([*short, *long])
+    assert [stack[0] in long for stack in work] == [True, False] * 4  # the longer ones first
+    done, apart = Results(tmp_path / "done"), Results(tmp_path / "apart")
+    assert Queue(done).work(work) == ([], 0)
+    assert Queue(apart).work(stacks(short)) == ([], 0)
+    assert found(done, short) == found(apart, short)
+    assert not any(done.run_directory(job).exists() for job in short)
+
+
 def test_what_nobody_can_fetch_is_work_only_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     study = paper.studies()["flair"]
     here = jobs(study, data_dir=str(tmp_path))

@@ -30,14 +30,15 @@ class FedCOG(Wrapper):
     inner data term is scaled, no penalty. It sends what the inner algorithm sends.
 
     Beyond the paper, `lambda_bn` weighs DeepInversion's term (Yin et al., CVPR 2020), whose statistics are those of the
-    inputs that are optimised at a time. A generator begins every round anew: the paper's with random weights or those
-    of a file, one of your own with its own.
+    inputs that are optimised at a time, and `norms` has a network with BatchNorm distil as it is used: normalised by
+    their own batch, inputs have other outputs than the teacher's before the first step already. A generator begins
+    every round anew: the paper's with random weights or those of a file, one of your own with its own.
     """
 
     optimises_inputs: ClassVar[bool] = True
     local: ClassVar[tuple[str, ...]] = (
         *("count", "steps", "lambda_dis", "lambda_bn", "lr", "source", "labels", "supervision", "weighting"),
-        *("lambda_kd", "generator", "noise", "start_round", "generation_batch"),
+        *("lambda_kd", "norms", "generator", "noise", "start_round", "generation_batch"),
     )
 
     count: int = setting(256, "inputs generated per client and round", "> 0")
@@ -60,6 +61,11 @@ class FedCOG(Wrapper):
         "balanced", "shares of real and generated loss: by how much is missing, or 1 and lambda_kd"
     )
     lambda_kd: float = setting(0.01, "weight of the generated loss under fixed weighting", ">= 0")
+    norms: Literal["batch", "running"] = setting(
+        "batch",
+        "what BatchNorm normalises inputs by while they are learnt on: their batch, or running statistics, as the "
+        "teacher did",
+    )
     generator: Literal["none", "conv", "custom"] = setting(
         "none", "what learns to be inputs: these themselves, or noise and a network that makes them, ours or your own"
     )
@@ -127,7 +133,10 @@ class FedCOG(Wrapper):
         """Inner's, and those on the generated inputs, which leave running statistics alone."""
         outputs = self.inner.outputs(params, batch, site)
         if "made" in batch and self.control == "off":
-            outputs = outputs | {"made": site.still.logits(params, batch["made"]["x"])}
+            x = batch["made"]["x"]
+            running = self.norms == "running"
+            logits = site.model.predict(params | site.buffers, x) if running else site.still.logits(params, x)
+            outputs = outputs | {"made": logits}
         return outputs
 
     def data_loss(self, outputs: State, batch: Batch, site: Site) -> Tensor:

@@ -49,7 +49,8 @@ class FederatedData:
         self.validation = torch.cat(held_out).to(self.device)
         self.sizes = torch.tensor([len(one) for one in kept])  # in host memory: they decide about shapes
         self._owned = torch.cat(kept).to(self.device)
-        self._start = (self.sizes.cumsum(0) - self.sizes).to(self.device)
+        self._first = self.sizes.cumsum(0) - self.sizes  # there, too: to ask a device means to wait for it
+        self._start = self._first.to(self.device)
         channels = (-1, *[1] * (self.train_x.dim() - 2))
         self._mean = torch.tensor(dataset.mean, dtype=dtype, device=self.device).reshape(channels)
         self._std = torch.tensor(dataset.std, dtype=dtype, device=self.device).reshape(channels)
@@ -70,7 +71,7 @@ class FederatedData:
 
     def own(self, client: int) -> Tensor:
         """The positions of a client's training examples."""
-        start, size = int(self._start[client]), int(self.sizes[client])
+        start, size = int(self._first[client]), int(self.sizes[client])
         return self._owned[start : start + size]
 
     def pick(self, purpose: str, round: int, clients: Tensor, count: int) -> Tensor:

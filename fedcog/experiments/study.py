@@ -13,11 +13,12 @@ WARM = 50
 FEW = 5
 """Up to so many rounds after a start are looked at by themselves: those before them are not their own."""
 
-Marks = Literal["c_p", "c_r", "c_f1", "o_f1"]
+Marks = Literal["c_p", "c_r", "c_f1", "o_f1", "map"]
 Measure = Literal["accuracy", "personal", "validation", "seconds", "every", "gap", "general", "own"] | Marks
 """What a cell shows: the model's accuracy, clients' own, or on validation; seconds, or every: of a run all of whose
 rounds are like its last; clients' mean distance to the mean model, and their models' accuracy on the test set or on
-their own labels; of several labels, precision, recall and F1 by class, and F1 over all decisions."""
+their own labels; of several labels, precision, recall and F1 by class, F1 over all decisions, and mean average
+precision."""
 
 
 class Start(NamedTuple):

@@ -198,6 +198,34 @@ def test_statistics_and_generators_together_as_alone(generator: str) -> None:
     assert worst(one, Small(dataclasses.replace(algorithm, lambda_bn=0.0), **own).everything()) > 1e-6
 
 
+def test_with_running_statistics_there_is_nothing_to_distil_before_the_first_step() -> None:
+    """As the paper's lemma has it; normalised by their own batch, the same inputs have other outputs."""
+    found = {}
+    for norms in ("batch", "running"):
+        algorithm = dataclasses.replace(COG, norms=norms)
+        small, site, made = extra(algorithm, module=USER_MODELS["batch-norm"]())
+        site = dataclasses.replace(site, buffers=site.shared["buffers"])
+        outputs = algorithm.outputs(
+            site.shared["params"], small.data.examples(torch.arange(6)) | {"made": made}, site.still
+        )
+        teacher = site.model.predict(site.shared["params"] | site.shared["buffers"], made["x"])
+        assert torch.equal(made["logits"], teacher)
+        found[norms] = float(small.task.distil(teacher, outputs["made"]).mean())
+    assert found["batch"] > 1e-3
+    assert found["running"] < found["batch"] / 10  # the real batch has moved the statistics a little by then
+
+
+def test_running_statistics_together_as_alone() -> None:
+    own: dict[str, Any] = {"module": USER_MODELS["batch-norm"]()}
+    one, other = (
+        Small(dataclasses.replace(COG, norms="running"), mapping, **own).everything() for mapping in ("loop", "vmap")
+    )
+    assert worst(one, other) < 1e-9
+    assert worst(one, Small(COG, **own).everything()) > 1e-6
+    plain = [Small(dataclasses.replace(COG, norms=norms)).everything() for norms in ("batch", "running")]
+    assert worst(*plain) == 0  # of a network without BatchNorm
+
+
 def test_what_a_network_lacks_is_said() -> None:
     with pytest.raises(ModelError, match="this network has none: set it to 0"):
         Small(dataclasses.replace(COG, lambda_bn=0.5), module=build("resnet18-gn", (1, 8, 8), 4, seed=0))

@@ -134,8 +134,8 @@ def test_the_beginning_of_a_longer_run_is_not_run_again(tmp_path: Path) -> None:
 def test_what_nobody_can_fetch_is_work_only_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     study = paper.studies()["flair"]
     here = jobs(study, data_dir=str(tmp_path))
-    assert {job.experiment.dataset for job in here} == {"mosaics"} and len(here) == 10 * 3
-    assert plan.status([study], Results(tmp_path), data_dir=str(tmp_path)) == [("flair", 0, 30)]
+    assert {job.experiment.dataset for job in here} == {"mosaics"} and len(here) == 11 * 3
+    assert plan.status([study], Results(tmp_path), data_dir=str(tmp_path)) == [("flair", 0, 33)]
     words = ["reproduce", "flair", "--datasets", "flair", "--data-dir", str(tmp_path), "--results", str(tmp_path / "x")]
     assert main(words) == 2  # asked for by its name, it is told to be missing
     assert "flair is not here" in capsys.readouterr().err
@@ -155,7 +155,7 @@ def test_the_tables_of_several_labels_share_their_starts() -> None:
     starts = {name: {job.start for job in jobs(known[name], ("mosaics",))} for name in ("flair", "plug-and-play")}
     assert starts["plug-and-play"] < starts["flair"] and len(starts["flair"]) == 8 * 3  # methods and seeds
     runs = {job.name for job in jobs(known["flair"], ("mosaics",))}
-    assert len(runs) == 10 and not runs & {job.name for job in jobs(known["plug-and-play"], ("mosaics",))}
+    assert len(runs) == 11 and not runs & {job.name for job in jobs(known["plug-and-play"], ("mosaics",))}
 
 
 def test_stopped_after_every_round_it_gets_there_all_the_same(done: Results, tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ class FederatedData:
         self._owned = torch.cat(kept).to(self.device)
         self._first = self.sizes.cumsum(0) - self.sizes  # there, too: to ask a device means to wait for it
         self._start = self._first.to(self.device)
+        self._labels = dataset.train_y.cpu()[torch.cat(kept)]
         channels = (-1, *[1] * (self.train_x.dim() - 2))
         self._mean = torch.tensor(dataset.mean, dtype=dtype, device=self.device).reshape(channels)
         self._std = torch.tensor(dataset.std, dtype=dtype, device=self.device).reshape(channels)
@@ -66,8 +67,9 @@ class FederatedData:
         return len(self.sizes)
 
     def labels(self, client: int) -> Tensor:
-        """The labels of a client's training examples."""
-        return self.train_y[self.own(client)]
+        """The labels of a client's training examples, in host memory."""
+        start, size = int(self._first[client]), int(self.sizes[client])
+        return self._labels[start : start + size]
 
     def own(self, client: int) -> Tensor:
         """The positions of a client's training examples."""

@@ -40,7 +40,7 @@ class Simulation:
         self.cohort, self.store, self.skip_diverged = cohort, Store(cohort.data.device), skip_diverged
         data, task = cohort.data, cohort.task
         self.counts, self.sizes = (
-            torch.stack([count(data.labels(client)) for client in range(data.clients)])
+            torch.stack([count(data.labels(client)) for client in range(data.clients)]).to(data.device)
             for count in (task.counts, task.sizes)
         )
         self.totals = task.counts(data.test_y).cpu()

@@ -137,9 +137,10 @@ def test_sixteen_bits_go_in_and_come_out(dtype: torch.dtype) -> None:
         blocks = WAYS[kind][0]
         if DEVICE == "cpu" and dtype == torch.bfloat16 and blocks.stages:
             continue  # the interpreter takes its bits for an integer
-        found = convolution.KINDS[kind](one.to(DEVICE, dtype), other.to(DEVICE, dtype), s, blocks, False)
-        assert found.dtype == dtype
-        assert apart(found, wanted[kind]) < 2e-2
+        short = one.to(DEVICE, dtype), other.to(DEVICE, dtype)
+        for found in (convolution.KINDS[kind](*short, s, blocks, False), products.multiply(kind, *short, s)):
+            assert found.dtype == dtype
+            assert apart(found, wanted[kind]) < 2e-2
 
 
 @pytest.mark.parametrize("normal", [True, False])

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -25,6 +26,7 @@ class Done(NamedTuple):
     total: int
 
 
+@functools.lru_cache(maxsize=8192)  # tables ask for the same again and again, and every experiment is checked
 def job(cell: Cell, seed: int, data_dir: str = "") -> Job:
     """A cell's work for one seed."""
     one = dataclasses.replace(cell.experiment, seed=seed, data_dir=data_dir)

@@ -5,10 +5,12 @@ line came from.
 """
 
 import fcntl
+import functools
 import hashlib
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,22 +37,15 @@ class Job(NamedTuple):
 
     def about(self) -> dict[str, Any]:
         """What was run, but for the seed: every setting that matters to the result."""
-        found: dict[str, Any] = {"settings": _told(self.experiment), "rounds": self.experiment.rounds}
+        found: dict[str, Any] = {"settings": dict(_told(self.experiment)), "rounds": self.experiment.rounds}
         if self.start is not None:
-            found |= {"start": _told(self.start) | {"rounds": self.start.rounds}}
+            found |= {"start": {**_told(self.start), "rounds": self.start.rounds}}
         return found | ({"probe": self.probe} if self.probe else {})
 
     @property
     def key(self) -> str:
         """A digest of what is not as usual, so that a setting that is new and unused leaves it as it was."""
-        odd: dict[str, Any] = {
-            "run": _unusual(self.experiment),
-            "rounds": self.experiment.rounds,
-            "probe": self.probe or "",
-        }
-        if self.start is not None:
-            odd |= {"start": _unusual(self.start), "start_rounds": self.start.rounds}
-        return hashlib.sha256(json.dumps(odd, sort_keys=True).encode()).hexdigest()[:10]
+        return _key(self)
 
     @property
     def name(self) -> str:
@@ -61,7 +56,16 @@ class Job(NamedTuple):
         return f"{one.dataset}-{rule}/{probe}{name_of(one.algorithm)}-{self.key}"
 
 
-def _told(experiment: Experiment) -> dict[str, Any]:
+@functools.lru_cache(maxsize=8192)
+def _key(job: Job) -> str:
+    odd: dict[str, Any] = {"run": _unusual(job.experiment), "rounds": job.experiment.rounds, "probe": job.probe or ""}
+    if job.start is not None:
+        odd |= {"start": _unusual(job.start), "start_rounds": job.start.rounds}
+    return hashlib.sha256(json.dumps(odd, sort_keys=True).encode()).hexdigest()[:10]
+
+
+@functools.lru_cache(maxsize=8192)
+def _told(experiment: Experiment) -> Mapping[str, Any]:
     return {name: value for name, value in experiment.telling().items() if name != "seed"}
 
 
@@ -92,13 +96,14 @@ class Results:
             if file not in self._read or self._read[file][0] != stamp:
                 whole = file.read_bytes()
                 cut = whole[: whole.rfind(b"\n") + 1]  # a line cut short by a kill does not count
-                self._read[file] = stamp, [json.loads(line) for line in cut.splitlines()]
+                lines = [json.loads(line) for line in cut.splitlines()]
+                for line in lines[1:]:
+                    trust.check(line, job.probe)
+                self._read[file] = stamp, lines
             lines = self._read[file][1]
             if not lines:
                 return {}
-            settings_, told = job.about()["settings"], lines[0]["settings"]
-            for line in lines[1:]:
-                trust.check(line, job.probe)
+            settings_, told = _told(job.experiment), lines[0]["settings"]
             if other := [name for name in settings_.keys() & told.keys() if _unlike(settings_[name], told[name])]:
                 raise RecordError(f"{file} was made when {', '.join(sorted(other))} had other defaults: move it away.")
             return {line["seed"]: line for line in lines[1:]}

@@ -15,6 +15,9 @@ Gradient = Callable[[Callable[[Params, Params], Tensor], Params, Params], tuple[
 Loss = Callable[[Params, Params], Tensor]
 Render = Callable[[Params], Tensor]
 
+SHOWN = ".shown"
+"""Zeros that weigh the inputs which are shown: the gradient by them is those inputs, made once and not twice."""
+
 
 class Recipe(NamedTuple):
     """How inputs are optimised, and which of them are shown after which steps."""
@@ -53,7 +56,7 @@ def generate(
     loss = objective(task, model, teacher, student, recipe.disagreement, len(noise), statistics=recipe.statistics)
     for step in torch.arange(recipe.length(len(noise)), device=noise.device):
         made = improve(loss, made, step, recipe, gradient)
-    return made | {"x": made["learnt"]["x"]}
+    return end(made, made["learnt"]["x"], recipe)
 
 
 def begin(learnt: Params, labels: Tensor, recipe: Recipe, render: Render = as_they_are) -> State:
@@ -95,14 +98,13 @@ def objective(
             each = each + disagreement * (1 - task.divergence(sure, model.predict(student, x)))
         if statistics:
             each = each + statistics * strangeness
-        return each.sum() / number
+        whole = each.sum() / number
+        return whole + (learnt[SHOWN] * x[batch["shown"]].detach()).sum() if SHOWN in learnt else whole
 
     return loss
 
 
-def improve(
-    loss: Loss, made: State, step: Tensor, recipe: Recipe, gradient: Gradient, render: Render = as_they_are
-) -> State:
+def improve(loss: Loss, made: State, step: Tensor, recipe: Recipe, gradient: Gradient) -> State:
     """The inputs after one more step of Adam (Kingma & Ba, ICLR 2015); `step` counts from 0, and no model learns.
 
     By batches, the first is done with before the second begins: no more is remembered than of one.
@@ -118,7 +120,11 @@ def improve(
         learnt, labels = {"x": whole["x"].index_select(0, rows)}, labels.index_select(0, rows)
         mean, square = (tree.apply(lambda value: torch.where(step > 0, value, 0), state) for state in (mean, square))
         seen = made["shown"] // recipe.batch == turn
-    slope, count = gradient(loss, learnt, {"y": labels})[0], (step + 1).double()
+    aside = {} if "x" in whole else {SHOWN: torch.zeros_like(made["trail"].sum(0))}
+    slope, _ = gradient(loss, learnt | aside, {"y": labels, "shown": made["shown"]})
+    now, count = slope.pop(SHOWN) if aside else whole["x"][made["shown"]], (step + 1).double()
+    due = (made["marks"] == step)[:, None] & seen
+    trail = torch.where(due.reshape(*due.shape, *[1] * (now.dim() - 1)), now, made["trail"])
     mean = tree.add(tree.scale(first, mean), tree.scale(1 - first, slope))
     square = {name: second * square[name] + (1 - second) * value * value for name, value in slope.items()}
 
@@ -129,10 +135,13 @@ def improve(
     after = tree.apply(moved, learnt, mean, square)
     if learnt is not whole:
         after = {"x": whole["x"].index_copy(0, rows, after["x"])}
-    x = render(after)
-    due = (made["marks"] == step + 1)[:, None] & seen
-    trail = torch.where(due.reshape(*due.shape, *[1] * (x.dim() - 1)), x[made["shown"]], made["trail"])
     return made | {"learnt": after, "mean": mean, "square": square, "trail": trail}
+
+
+def end(made: State, x: Tensor, recipe: Recipe) -> State:
+    """What was made, with the inputs {"x"} that came of it, in the trail too."""
+    last = (made["marks"] == recipe.steps).reshape(-1, *[1] * x.dim())
+    return made | {"x": x, "trail": torch.where(last, x[made["shown"]], made["trail"])}
 
 
 def _by_batches(learnt: Params, recipe: Recipe) -> bool:

@@ -123,7 +123,7 @@ def begin(model: Model, noise: Tensor, numbers: Tensor | None) -> Params:
 
 def inputs(model: Model, learnt: Params) -> Tensor:
     """The inputs that a generator makes with what was learnt."""
-    weights = {name: value for name, value in learnt.items() if name != ".noise"}
+    weights = {name: value for name, value in learnt.items() if not name.startswith(".")}
     if model.generator is None:
         return conv_images(weights, learnt[".noise"], model.input_shape)
     made: Tensor = functional_call(model.generator, weights, (learnt[".noise"],))

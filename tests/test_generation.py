@@ -1,13 +1,15 @@
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fedcog import generation
+from fedcog import generation, generators
 from fedcog.federation.course import autograd, functional
 from fedcog.generation import Recipe
 from fedcog.models import Model
 from fedcog.task import SingleLabel
-from fedcog.tree import Params
+from fedcog.tree import Params, State
 from tests.user_models import batch_norm
 
 task = SingleLabel(4)
@@ -213,3 +215,31 @@ def test_what_is_shown_is_what_was_made(batch: int) -> None:
         task, model, teacher, student, labels, noise(7), recipe._replace(steps=2, marks=()), autograd
     )
     assert torch.equal(trail[1], halfway["x"][[0, 3, 6]])
+
+
+def test_what_a_generator_shows_is_what_it_makes_after_so_many_steps() -> None:
+    """Inputs are not made a second time to be shown, and showing them changes nothing."""
+    model = Model(nn.Sequential(nn.Flatten(), nn.Linear(48, 4)).double(), (3, 4, 4), 4)
+    teacher, student = model.params, {name: value + 0.1 for name, value in model.params.items()}
+    numbers = torch.randn(sum(map(math.prod, generators.conv_sizes((3, 4, 4), 5))), dtype=torch.float64)
+    noise = torch.randn(7, 5, dtype=torch.float64)
+    calls = 0
+
+    def render(learnt: Params) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return generators.inputs(model, learnt)
+
+    def made(recipe: Recipe) -> State:
+        state = generation.begin(generators.begin(model, noise, numbers), torch.arange(7) % 4, recipe, render)
+        loss = generation.objective(task, model, teacher, student, 0.1, 7, render)
+        for step in torch.arange(recipe.steps):
+            state = generation.improve(loss, state, step, recipe, autograd)
+        return generation.end(state, render(state["learnt"]), recipe)
+
+    recipe = Recipe(steps=4, lr=0.05, betas=(0.5, 0.9), disagreement=0.1, marks=(0, 2, 4), shown=(0, 3, 6))
+    found = made(recipe)
+    assert calls == 1 + 4 + 1
+    ways = [made(recipe._replace(steps=steps, marks=(), shown=()))["x"][[0, 3, 6]] for steps in recipe.marks]
+    assert torch.equal(found["trail"], torch.stack(ways))
+    assert torch.equal(found["x"], made(recipe._replace(marks=(), shown=()))["x"])

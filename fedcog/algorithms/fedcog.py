@@ -112,8 +112,7 @@ class FedCOG(Wrapper):
         draft = self.inner.redraft(draft, site)
         if "made" not in draft or not self.recipe.steps:
             return draft
-        recipe, render = self.recipe, self._render(site)
-        made = generation.improve(self._objective(site, draft), draft["made"], site.step, recipe, site.gradient, render)
+        made = generation.improve(self._objective(site, draft), draft["made"], site.step, self.recipe, site.gradient)
         due = site.step < self._length  # an algorithm inside may ask for more
         kept = tree.apply(lambda new, old: torch.where(due, new, old), made, draft["made"])
         return draft | {"made": kept}
@@ -123,8 +122,8 @@ class FedCOG(Wrapper):
         extra = self.inner.extra_data(site, draft)
         if "made" not in draft:
             return extra
-        drafted, labels = draft["made"], draft["made"]["y"]
-        x = self._render(site)(drafted["learnt"])
+        drafted = generation.end(draft["made"], self._render(site)(draft["made"]["learnt"]), self.recipe)
+        x, labels = drafted["x"], drafted["y"]
         made = {"x": x, "y": labels, "logits": site.model.predict(self._teacher(site), x)}
         exhibit = {"images": drafted["trail"], "labels": labels[drafted["shown"]], "steps": drafted["marks"]}
         return Extra(extra.groups | {"made": made}, extra.exhibit | exhibit)

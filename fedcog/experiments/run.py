@@ -209,12 +209,12 @@ def carry_out(
             if exhibit:
                 directory.save_exhibit(line["round"], prepared.shown(exhibit))
             directory.append(line)
+            if watch:  # before it is asked whether to stop: how long a round took is told here
+                watch(experiment, line)
             stop = stopping is not None and stopping() and line["round"] < experiment.rounds
             if line["round"] % experiment.checkpoint_every == 0 or line["round"] == experiment.rounds or stop:
                 directory.save(last)
             tracking.tell(line)
-            if watch:
-                watch(experiment, line)
             if stop:
                 raise Interrupted(f"stopped after round {line['round']} of {experiment.rounds}")
         tracking.end = "finished"

@@ -26,7 +26,7 @@ from fedcog.experiments.record import RecordError, RunDirectory
 from fedcog.experiments.report import reproduction
 from fedcog.experiments.reproduce import Deadline, Queue
 from fedcog.experiments.results import Job, Results
-from fedcog.federation.rounds import Diverged
+from fedcog.federation.rounds import Diverged, Federation
 from fedcog.settings import ConfigError
 
 STUDIES = {name: smoke.tiny(study) for name, study in paper.studies().items()}
@@ -259,6 +259,27 @@ def test_a_budget_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     results, all_ = Results(tmp_path), stacks(jobs(FEW))
     ended = Queue(results, budget=1).work(all_)  # less than what is kept back
     assert ended == ([], 12) and not results.path.joinpath("runs").exists()
+
+
+def test_a_long_first_round_does_not_stop_a_run_after_a_short_second_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, rounds = [0.0], [80.0, 5.0, 5.0, 5.0]
+    monkeypatch.setattr(reproduce.time, "monotonic", lambda: now[0])
+    ask = Federation.ask
+
+    def slow(self: Federation, round: int) -> Any:
+        now[0] += rounds[round]
+        return ask(self, round)
+
+    monkeypatch.setattr(Federation, "ask", slow)
+    one = Job(dataclasses.replace(jobs(FEW)[0].experiment, rounds=4))
+    # after 85 s another round like the first would not fit, but the second says what a round takes
+    said: list[str] = []
+    assert Queue(Results(tmp_path / "enough"), budget=210, say=said.append).work([[one]]) == ([], 0)
+    assert len(said) == 1  # begun once
+    now[0] = 0
+    assert Queue(Results(tmp_path / "too little"), budget=90).work([[one]]) == ([], 1)
 
 
 def test_shards_are_all_of_it_and_keep_together_what_shares_a_start() -> None:

@@ -109,7 +109,9 @@ class Experiment:
     evaluate_every: int = setting(1, "rounds between evaluations; the last is always evaluated", ">= 1")
     evaluate_local: bool = setting(True, "evaluate the clients' local models too")
     evaluate_test: bool = setting(True, "evaluate on the test set; if not, on what is held out for validation alone")
-    checkpoint_every: int = setting(1, "rounds between checkpoints", ">= 1", identity=False)
+    checkpoint_every: int = setting(
+        1, "rounds between checkpoints; those of a gigabyte and more are written more seldom", ">= 1", identity=False
+    )
     device: str = setting("auto", "where to compute: auto, cpu, cuda, cuda:1, ...", identity=False)
     mapping: Literal["auto", "loop", "vmap", "graph"] = setting(
         "auto",

@@ -40,6 +40,10 @@ OWN = (
     *("diverged.txt", "tracking.json", ".lock"),
 )
 """The files that a run is lost without."""
+HEAVY = 1 << 30
+"""Bytes of a checkpoint that is written seldom, and kept no longer than need be: 200 ResNet-18 clients keep 9 GB."""
+REST = 20
+"""How many times as long as it takes to write a heavy checkpoint nothing is written after it."""
 
 
 class RecordError(Exception):
@@ -64,19 +68,22 @@ class Checkpoint(NamedTuple):
         return sum(value.nbytes for part in (tree.flatten(self.server), self.clients) for value in part.values())
 
     @property
+    def heavy(self) -> bool:
+        """Is it HEAVY?"""
+        return self.nbytes >= HEAVY
+
+    @property
     def known(self) -> set[int]:
         """The clients that have taken part."""
         return {int(name.split("::")[0]) for name in self.clients}
 
 
 class RunDirectory:
-    """The files of one run. Whole files are written under a temporary name and renamed.
+    """The files of one run. Whole files are written under a temporary name and renamed."""
 
-    Checkpoints of `heavy` bytes or more are not kept, where that is given.
-    """
-
-    def __init__(self, path: str | Path, heavy: int | None = None) -> None:
-        self.path, self.heavy = Path(path), heavy
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._rested, self._speed = time.monotonic(), 1e9  # bytes a second, until that is known
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -199,12 +206,18 @@ class RunDirectory:
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Replace the checkpoint, or leave the old one as it was."""
-        if self.heavy is not None and checkpoint.nbytes >= self.heavy:
-            return
+        begun = time.monotonic()
         flat = tree.flatten({"server": checkpoint.server})
         flat |= {f"clients::{name}": value for name, value in checkpoint.clients.items()}
         about = {"format": FORMAT, "round": checkpoint.round} | checkpoint.about
         self._tensors("checkpoint.safetensors", flat, about)
+        self._rested = time.monotonic()
+        self._speed = checkpoint.nbytes / max(self._rested - begun, 1e-6)
+
+    def due(self, checkpoint: Checkpoint) -> bool:
+        """Is it time to write this one? Of heavy ones, only so often that they take a twentieth of all time."""
+        rest = REST * checkpoint.nbytes / self._speed if checkpoint.heavy else 0.0
+        return time.monotonic() >= self._rested + rest
 
     def load(self) -> Checkpoint | None:
         """The checkpoint, if there is one; what clients keep is read from the file when their turn comes."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from fedcog.data import DataError, Dataset, PartitionError, sources
@@ -14,9 +15,9 @@ from fedcog.experiments.plan import known, part_of, stacks
 from fedcog.experiments.prepare import find_device, surroundings
 from fedcog.experiments.probes import measure
 from fedcog.experiments.provenance import provenance
-from fedcog.experiments.record import Busy, RecordError, RunDirectory
+from fedcog.experiments.record import HEAVY, Busy, RecordError, RunDirectory
 from fedcog.experiments.results import Job, Results, digest
-from fedcog.experiments.run import HEAVY, Run, Watch, carry_out, finish, read
+from fedcog.experiments.run import Run, Watch, carry_out, finish, read
 from fedcog.experiments.turns import Interrupted
 from fedcog.experiments.warm import NoStart
 from fedcog.federation.rounds import Diverged
@@ -25,6 +26,10 @@ from fedcog.settings import ConfigError
 
 RESERVE = 8.0
 """Seconds kept back from a time budget, for writing down where things stand."""
+
+
+FAULTS = ConfigError, DataError, ModelError, PartitionError, RecordError, torch.OutOfMemoryError
+"""What one of many jobs may fail with, and the others go on."""
 
 
 class Ended(NamedTuple):
@@ -105,7 +110,7 @@ class Queue:
                         self._do(stack)
                 except (Busy, Interrupted):
                     later.append(stack)
-                except (ConfigError, DataError, ModelError, PartitionError, RecordError) as error:
+                except FAULTS as error:
                     failed.append(f"{stack[0].name}: {error}")
                     self.say(f"failed: {failed[-1]}")
             if len(later) == len(waiting) and not self._stopping():

@@ -30,9 +30,6 @@ from fedcog.task import Measure, measure_of
 
 Watch = Callable[[Experiment, dict[str, Any]], None]
 
-HEAVY = 1 << 30
-"""Bytes of a checkpoint that is not kept longer than need be: what 200 clients keep of ResNet-18 is 9 GB."""
-
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Run:
@@ -159,13 +156,13 @@ def carry_out(
 
     Of `remote` clients nothing is here: neither their data, if those are your own, nor what they keep. `loaded` is
     the data set that the experiment names, where it is at hand. A new run may go on `after` the rounds of a finished
-    one; then it keeps no checkpoint that is HEAVY.
+    one; then it leaves no checkpoint behind that is HEAVY.
     """
     experiment, trackers = with_own(experiment, data, model), chosen(track)
     if flows(experiment) and not remote:
         check_flower(experiment)
         experiment = dataclasses.replace(experiment, backend="flower")
-    directory = RunDirectory(out or default_out(experiment), HEAVY if after is not None else None)
+    directory = RunDirectory(out or default_out(experiment))
     with directory.locked(), contextlib.ExitStack() as ending:
         if directory.exists():
             _check_same(directory, experiment, resume)
@@ -212,7 +209,10 @@ def carry_out(
             if watch:  # before it is asked whether to stop: how long a round took is told here
                 watch(experiment, line)
             stop = stopping is not None and stopping() and line["round"] < experiment.rounds
-            if line["round"] % experiment.checkpoint_every == 0 or line["round"] == experiment.rounds or stop:
+            done = line["round"] == experiment.rounds
+            if done and after is not None and last.heavy:  # nothing goes on from it, and its start is kept
+                directory.lighten()
+            elif done or stop or (line["round"] % experiment.checkpoint_every == 0 and directory.due(last)):
                 directory.save(last)
             tracking.tell(line)
             if stop:

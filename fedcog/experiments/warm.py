@@ -45,7 +45,8 @@ def inherit(directory: RunDirectory, prepared: Prepared, start: RunDirectory) ->
         raise RecordError(f"the run in {start.path} is no start for this one: {error}.") from error
     own = Checkpoint(checkpoint.round, server, tree.flatten(clients), prepared.about)
     directory.adopt(start, checkpoint.round)
-    directory.save(own)
+    if directory.due(own):
+        directory.save(own)
     return own
 
 

@@ -1,5 +1,6 @@
 """A federation in one process: every client's data and kept state on this machine."""
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 from typing import Literal
@@ -156,19 +157,26 @@ class Simulation:
     def _train_alike(
         self, algorithm: Algorithm, shared: State, clients: list[int], round: int, lr: float, score: bool, most: int
     ) -> tuple[list[Outcome], list[State]]:
-        size, done, kept = self.cohort.parts(most)[0].stop, list[Outcome](), list[State]()
+        size, given = self.cohort.parts(most)[0].stop, (algorithm, shared, clients, round, lr, score)
         try:
-            for start in range(0, len(clients), size):
-                some = clients[start : start + size]
-                members = self.members(algorithm, shared, some)
-                outcome = self.cohort.train(algorithm, shared, members, round, lr, score, size=size)
-                kept += self.store.rows(some, outcome.kept)
-                done.append(outcome._replace(kept={}))
-        except torch.cuda.OutOfMemoryError:
-            del done, kept
-            if not self.cohort.shrink(size):
-                raise
-            return self._train_alike(algorithm, shared, clients, round, lr, score, most)
+            return self._train_by(size, *given)
+        except torch.cuda.OutOfMemoryError as error:
+            short = error.with_traceback(None)  # whose frames hold what did not fit
+        if not (self.store.retreat() or self.cohort.shrink(size)):
+            raise short
+        return self._train_alike(*given, most)
+
+    def _train_by(
+        self, size: int, algorithm: Algorithm, shared: State, clients: list[int], round: int, lr: float, score: bool
+    ) -> tuple[list[Outcome], list[State]]:
+        """Clients alike, so many at a time."""
+        done, kept = list[Outcome](), list[State]()
+        for start in range(0, len(clients), size):
+            some = clients[start : start + size]
+            members = self.members(algorithm, shared, some)
+            outcome = self.cohort.train(algorithm, shared, members, round, lr, score, size=size)
+            kept += self.store.rows(some, outcome.kept)
+            done.append(outcome._replace(kept={}))
         return done, kept
 
     def newcomer(self, algorithm: Algorithm, shared: State, client: int) -> State:
@@ -234,29 +242,32 @@ def gather_together(simulations: Sequence[Simulation], algorithm: Algorithm, wor
 
     They are simulations of one experiment that differ in their seed and learning rate alone, in the same round.
     """
-    first, work = simulations[0].cohort, works[0]
-    count, kinds = sum(len(one.clients) for one in works), simulations[0].devices
+    first, kinds = simulations[0].cohort, simulations[0].devices
+    count = sum(len(one.clients) for one in works)
     if len(kinds) == 1 and len(works) > 1 and first.mapping != "loop" and len(first.parts(count)) == 1:
-        algorithm = kinds[0].adapt(algorithm)
-        parties = [
-            Party(simulation.cohort, one.shared, simulation.members(algorithm, one.shared, one.clients))
-            for simulation, one in zip(simulations, works, strict=True)
-        ]
-        try:
-            done = first.train_together(
-                algorithm, parties, work.round, [one.lr for one in works], work.before is not None
-            )
-        except torch.cuda.OutOfMemoryError:
-            first.shrink(count)
-        else:
-            return [
-                simulation.gathered(
-                    *(one.clients, one.round, one.before, outcome._replace(kept={})),
-                    simulation.store.rows(one.clients, outcome.kept),
-                )
-                for simulation, one, outcome in zip(simulations, works, done, strict=True)
-            ]
+        with contextlib.suppress(torch.cuda.OutOfMemoryError):
+            return _gather_as_one(simulations, kinds[0].adapt(algorithm), works)
+        left = [simulation.store.retreat() for simulation in simulations]
+        if any(left):
+            return gather_together(simulations, algorithm, works)
+        first.shrink(count)
     return [
         simulation.gather(algorithm, one.shared, one.clients, one.round, one.lr, one.before)
         for simulation, one in zip(simulations, works, strict=True)
+    ]
+
+
+def _gather_as_one(simulations: Sequence[Simulation], algorithm: Algorithm, works: Sequence[Work]) -> list[Gathered]:
+    first, work = simulations[0].cohort, works[0]
+    parties = [
+        Party(simulation.cohort, one.shared, simulation.members(algorithm, one.shared, one.clients))
+        for simulation, one in zip(simulations, works, strict=True)
+    ]
+    done = first.train_together(algorithm, parties, work.round, [one.lr for one in works], work.before is not None)
+    return [
+        simulation.gathered(
+            *(one.clients, one.round, one.before, outcome._replace(kept={})),
+            simulation.store.rows(one.clients, outcome.kept),
+        )
+        for simulation, one, outcome in zip(simulations, works, done, strict=True)
     ]

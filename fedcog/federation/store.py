@@ -1,6 +1,7 @@
 """What the clients keep between rounds."""
 
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 
 import torch
@@ -42,6 +43,15 @@ class Store:
         return [
             state if client in here else tree.to(state, host) for client, state in zip(clients, states, strict=True)
         ]
+
+    def retreat(self) -> bool:
+        """Leave the device to others, now and from now on; False, if nothing was kept there."""
+        states, host = list(self._kept.items()), torch.device("cpu")
+        if all(value.device == host for _, state in states for value in tree.flatten(state).values()):
+            return False
+        warnings.warn("memory ran out: from now on what clients keep goes to host memory.", stacklevel=2)
+        self._room, self._kept = 0, {client: tree.to(state, host) for client, state in states}
+        return True
 
     def flatten(self) -> Params:
         """Everything, as one flat dict of tensors."""

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fedcog
 from fedcog.algorithms import FedCOG
 from fedcog.cli import main
-from fedcog.experiments import paper, plan, reproduce, smoke, tables
+from fedcog.experiments import paper, plan, record, reproduce, smoke, tables
 from fedcog.experiments.config import Experiment
 from fedcog.experiments.plan import jobs, share, stacks
 from fedcog.experiments.record import RecordError, RunDirectory
@@ -301,6 +302,20 @@ def test_what_fails_stops_nothing_and_is_told(tmp_path: Path) -> None:
     assert any(line.startswith("failed: ") for line in told)
 
 
+def test_too_little_memory_for_one_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    carry_out, (first, second) = Queue._carry_out, jobs(FEW)[:2]
+
+    def narrow(self: Queue, stack: list[Job]) -> Any:
+        if stack[0] == first:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return carry_out(self, stack)
+
+    monkeypatch.setattr(Queue, "_carry_out", narrow)
+    ended = Queue(Results(tmp_path)).work([[first], [second]])
+    assert ended.left == 0 and ended.failed == [f"{first.name}: CUDA out of memory"]
+    assert Results(tmp_path).has(second) and not Results(tmp_path).has(first)
+
+
 def test_a_run_that_diverges_is_a_result(tmp_path: Path) -> None:
     wild = dataclasses.replace(jobs(FEW)[0].experiment, lr=1e15)
     results = Results(tmp_path)
@@ -336,7 +351,7 @@ def test_a_heavy_checkpoint_is_not_kept_beside_its_start(tmp_path: Path, monkeyp
     assert one.start is not None
     told = []
     for heavy in (1 << 30, 1):
-        monkeypatch.setattr("fedcog.experiments.run.HEAVY", heavy)
+        monkeypatch.setattr(record, "HEAVY", heavy)
         results = Results(tmp_path / str(heavy))
         assert Queue(results).work([[one]]) == ([], 0)
         kept = [RunDirectory(results.run_directory(each)).load() for each in (Job(one.start), one)]
@@ -347,6 +362,31 @@ def test_a_heavy_checkpoint_is_not_kept_beside_its_start(tmp_path: Path, monkeyp
         fedcog.run(one.experiment, results.run_directory(one), resume=True)
     (results.path / f"{one.name}.jsonl").unlink()  # a result that is lost is made again, from its start
     assert Queue(results).work([[one]]) == ([], 0) and found(results, [one]) == told[0]
+
+
+@pytest.mark.parametrize(("rest", "left"), [(0.0, 2), (1e9, 0)])
+def test_what_is_killed_goes_on_from_a_heavy_checkpoint_too(
+    rest: float, left: int, done: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run after a start, too, if there was time to write one; else from that start."""
+    (first, *_) = jobs(FEW)
+    one = first._replace(experiment=dataclasses.replace(first.experiment, checkpoint_every=1))
+    monkeypatch.setattr(record, "HEAVY", 1)
+    monkeypatch.setattr(record, "REST", rest)
+    results, rounds = Results(tmp_path), list[int]()
+
+    def killed(experiment: Experiment, line: dict[str, Any]) -> None:
+        if line["round"] == one.experiment.rounds:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Queue(results, watch=killed).work([[one]])
+    begun = RunDirectory(results.run_directory(one)).load()
+    assert (begun.round if begun else 0) == left
+    again = Queue(results, watch=lambda experiment, line: rounds.append(line["round"])).work([[one]])
+    assert again == ([], 0) and found(results, [one]) == found(done, [one])
+    assert one.start is not None and rounds == list(range((left or one.start.rounds) + 1, one.experiment.rounds + 1))
+    assert not RunDirectory(results.run_directory(one)).weighs(1)  # and leaves none behind
 
 
 def test_a_heavy_start_goes_when_nothing_that_is_planned_needs_it(

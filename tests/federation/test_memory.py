@@ -1,6 +1,7 @@
 """Where memory is short: clients in parts, states and data in host memory, and the same results."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from fedcog import Experiment, run, tree
 from fedcog.algorithms import Algorithm, FedAvg, FedCOG, FedProx
 from fedcog.data import FederatedData, federated
 from fedcog.federation import graphs
+from fedcog.federation.cohort import Cohort
 from fedcog.federation.store import Store
 from fedcog.testing import Small, images, worst
 
@@ -58,6 +60,35 @@ def test_memory_that_runs_out_halves_the_parts() -> None:
     assert tried[0] == 5 and tried[1] == 3 and set(tried[2:]) == {2, 1}
 
 
+def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[Store]]:
+    """A device without room in round 2 until clients' states leave it: how many were to train, which stores left it."""
+    tried, left = list[int](), list[Store]()
+    train, really = Cohort._train_parties, Store.retreat
+
+    def narrow(self: Cohort, algorithm: Algorithm, parties: Any, round: int, *rest: Any) -> Any:
+        tried.append(sum(len(party.members.number) for party in parties))
+        if round == 1 and not left:
+            raise torch.cuda.OutOfMemoryError("none left")
+        return train(self, algorithm, parties, round, *rest)
+
+    def retreat(self: Store) -> bool:
+        assert not really(self) and self._kept  # all are in host memory here
+        left.append(self)
+        return True
+
+    monkeypatch.setattr(Cohort, "_train_parties", narrow)
+    monkeypatch.setattr(Store, "retreat", retreat)
+    return tried, left
+
+
+def test_states_leave_the_device_before_fewer_clients_train_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = small().everything()
+    tried, left = short_of_memory(monkeypatch)
+    short = small()
+    assert worst(plain, short.everything()) < 1e-9
+    assert tried == [5, 5, 5] and left == [short.backend.store]  # round 1, round 2 in vain, and again
+
+
 def test_memory_that_does_not_suffice_for_one_client_is_said() -> None:
     short = small(FedAvg())
 
@@ -98,6 +129,10 @@ def test_a_gpu_keeps_few_states_and_the_host_the_others() -> None:
     store.put(range(4), store.rows(range(4), kept), [True] * 4)
     assert [value.device.type for value in store.flatten().values()] == ["cuda", "cuda", "cpu", "cpu"]
     assert torch.equal(store.take([3, 0], dict)["previous"], kept["previous"][[3, 0]])
+    with pytest.warns(UserWarning, match="memory ran out"):
+        assert store.retreat()
+    assert {value.device.type for value in store.flatten().values()} == {"cpu"} and not store.retreat()
+    assert [one["previous"].device.type for one in store.rows([0, 1], store.take([0, 1], dict))] == ["cpu", "cpu"]
     store.restore({name: value.cpu() for name, value in store.flatten().items()})
     assert {value.device.type for value in store.flatten().values()} == {"cpu"}  # nobody has asked for them yet
     assert torch.equal(store.take([3, 0], dict)["previous"], kept["previous"][[3, 0]])

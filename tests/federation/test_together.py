@@ -14,6 +14,7 @@ from fedcog.optimiser import Kind, Optimiser
 from fedcog.testing import Small, worst
 from fedcog.tree import Params, State
 from tests.federation.test_graphs import Traced
+from tests.federation.test_memory import short_of_memory
 from tests.test_contract import BARE
 
 COG = FedCOG(count=8, steps=3, start_round=1, lr=0.1)
@@ -117,6 +118,17 @@ def test_seeds_that_do_not_fit_together_run_apart() -> None:
     for one in alone:
         one.run()
     in_step(together)
+    for one, other in zip(alone, together, strict=True):
+        assert worst(end(one), end(other)) < 1e-9
+
+
+def test_states_leave_the_device_before_seeds_run_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, together = ([small(COG, seed, 0.0) for seed in SIZES] for _ in range(2))
+    for one in alone:
+        one.run()
+    tried, left = short_of_memory(monkeypatch)
+    in_step(together)
+    assert tried == [9, 9, 9] and left == [one.backend.store for one in together]  # round 1, 2 in vain, and again
     for one, other in zip(alone, together, strict=True):
         assert worst(end(one), end(other)) < 1e-9
 

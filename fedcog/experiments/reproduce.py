@@ -27,7 +27,6 @@ from fedcog.settings import ConfigError
 RESERVE = 8.0
 """Seconds kept back from a time budget, for writing down where things stand."""
 
-
 FAULTS = ConfigError, DataError, ModelError, PartitionError, RecordError, torch.OutOfMemoryError
 """What one of many jobs may fail with, and the others go on."""
 

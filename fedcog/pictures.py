@@ -6,8 +6,10 @@ from torch import Tensor
 from torch.library import custom_op
 
 try:
+    if not (torch.version.cuda or torch.version.hip):
+        raise ImportError("no GPU for kernels, and Triton takes a while to load")
     from fedcog.kernels import pictures as kernels
-except ImportError:  # there is no Triton here
+except ImportError:  # or there is no Triton here
     kernels = None  # type: ignore[assignment]
 
 PADDING = 4

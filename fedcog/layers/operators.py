@@ -20,9 +20,11 @@ from fedcog.kernels.shapes import Shape, choices
 from fedcog.layers import tuning
 
 try:
+    if not (torch.version.cuda or torch.version.hip):
+        raise ImportError("no GPU for kernels, and Triton takes a while to load")
     from fedcog.kernels import convolution as kernels
     from fedcog.kernels import products
-except ImportError:  # there is no Triton here
+except ImportError:  # or there is no Triton here
     kernels = None  # type: ignore[assignment]
 
 Ints = Sequence[int]

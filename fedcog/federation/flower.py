@@ -19,9 +19,11 @@ from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
-# Nothing is reported home, and Ray hides no GPU from nodes; both are looked up while Flower is loaded.
+# Nothing is reported home, Ray hides no GPU from nodes, and starts no process for each core that none of them will use,
+# theirs being of another environment; all are looked up while Flower is loaded or Ray started.
 os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict

@@ -1,6 +1,6 @@
 # fedcog: `make demo` shows it, `make test` proves it. Both set up what they need in .venv and may be run again at will.
 
-.PHONY: demo study test clean
+.PHONY: demo study test style types tests clean
 
 # The first Python that is 3.11 or newer; choose another with: make demo PYTHON=/path/to/python3.12
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
@@ -16,10 +16,18 @@ study: .venv/.ready
 	-$(BIN)/python -m fedcog compare examples/study.toml --algorithms $(METHODS) $(METHODS:%=%+fedcog) --seeds 0 1 2 --out runs/study
 	$(BIN)/python -m fedcog report runs/study --table runs/study/table.md
 
-test: .venv/.ready
+test: style types tests
+
+style: .venv/.ready
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m ruff check .
+
+types: .venv/.ready
 	$(BIN)/python -m mypy
+
+# With byte code at hand: hundreds of processes load fedcog, and where Python may write none each would compile it anew.
+tests: .venv/.ready
+	$(BIN)/python -m compileall -q fedcog
 	$(BIN)/python -m pytest -n 3 --dist loadscope
 
 .venv/.ready: pyproject.toml constraints.txt

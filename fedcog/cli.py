@@ -26,7 +26,7 @@ from fedcog.experiments.export import export
 from fedcog.experiments.prepare import altered, check_ready, check_runnable, share_out, surroundings
 from fedcog.experiments.record import RecordError, RunDirectory
 from fedcog.experiments.results import Results
-from fedcog.experiments.run import default_out, read, run
+from fedcog.experiments.run import Run, default_out, read, run
 from fedcog.experiments.study import Study
 from fedcog.experiments.turns import Interrupted
 from fedcog.federation import ranks
@@ -246,15 +246,22 @@ def _report(options: argparse.Namespace, rest: list[str]) -> int:
     place = Path(options.directories[0]) if len(options.directories) == 1 else Path()
     name = "report.html" if not (place / "sweep.json").exists() else "runs.html"  # a sweep has a report of its own
     out = Path(options.out or place / name)
-    record.write_file(out, page(found, target=options.target).encode())
-    runs = [read(path) for path in found]
+    runs, damaged = list[Run](), list[RecordError]()
+    for path in found:
+        try:
+            runs.append(read(path))
+        except RecordError as error:
+            damaged.append(error)
+    if damaged and not runs:
+        raise damaged[0]
+    record.write_file(out, page([run.path for run in runs], target=options.target).encode())
     if options.table:
         record.write_file(Path(options.table), summary.markdown(runs).encode())
     console.results(runs, options.style)
     if options.target is not None:
         console.costs(runs, options.target, options.style)
     console.say(f"report: {out}", options.style)
-    return 0
+    return console.faults([f"left out: {error}" for error in damaged]) if damaged else 0
 
 
 def _watch(options: argparse.Namespace, rest: list[str]) -> int:

@@ -197,6 +197,20 @@ def test_compare_prints_a_table_and_makes_a_report(capsys: pytest.CaptureFixture
     assert "<html" in Path("page.html").read_text()
 
 
+def test_a_damaged_run_does_not_keep_the_others_from_a_report(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["compare", *FAST, "--algorithms", "fedavg", "--seeds", "0", "1", "--out", "c"]
+    assert main(words) == 0
+    Path("c/fedavg/seed-0/rounds.jsonl").write_text("no line of ours\n")
+    capsys.readouterr()
+    assert main(["report", "c", "--out", "page.html", "--table", "t.md"]) == 2
+    said = capsys.readouterr()
+    assert "fedcog: left out: " in said.err and "seed-0" in said.err and "report: page.html" in said.out
+    assert "seed-1" not in said.err and "fedavg" in Path("t.md").read_text()
+    Path("c/fedavg/seed-1/experiment.toml").write_text("[")
+    assert main(["report", "c", "--out", "none.html"]) == 2
+    assert not Path("none.html").exists(), "there is nothing to show"
+
+
 def test_list_and_data_and_partition(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
     said = capsys.readouterr().out

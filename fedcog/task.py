@@ -31,6 +31,7 @@ class Task(Protocol):
 
     classes: int
     measure: ClassVar[Measure]
+    several: ClassVar[bool]  # may an example have several labels?
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The task-driven loss, one number an example."""
@@ -73,6 +74,7 @@ class SingleLabel:
     """Each example has exactly one of `classes` labels."""
 
     measure: ClassVar[Measure] = "accuracy"
+    several: ClassVar[bool] = False
 
     def __init__(self, classes: int) -> None:
         self.classes = classes
@@ -145,6 +147,7 @@ class MultiLabel:
     """Each example has any number of `classes` labels, given as a row of True and False."""
 
     measure: ClassVar[Measure] = "o_f1"
+    several: ClassVar[bool] = True
 
     def __init__(self, classes: int) -> None:
         self.classes = classes

@@ -25,9 +25,10 @@ class FedCOG(Wrapper):
     Each round a client optimises noise into inputs that the global model gives the labels it lacks (task loss) and on
     which its own model of its last round disagrees (Jensen-Shannon divergence, eqs. 1 and 2), then trains on its data
     while it distils the global model's outputs on those inputs (eq. 3). Shares are `balanced` by how much is missing,
-    the paper's way without a hyper-parameter, or `fixed`. Labels are shared out by largest remainder, and inputs and
-    teacher's outputs are both those of the last step (published code floors the one and mixes up the other). Only the
-    inner data term is scaled, no penalty. It sends what the inner algorithm sends.
+    the paper's way without a hyper-parameter, or `fixed`, as where examples have several labels: what is distilled is
+    summed over labels there, and as the larger share it undoes what was learnt. Labels are shared out by largest
+    remainder, and inputs and teacher's outputs are both those of the last step (published code floors the one and mixes
+    up the other). Only the inner data term is scaled, no penalty. It sends what the inner algorithm sends.
 
     Beyond the paper, `lambda_bn` weighs DeepInversion's term (Yin et al., CVPR 2020), whose statistics are those of the
     inputs that are optimised at a time, and `norms` has a network with BatchNorm distil as it is used: normalised by
@@ -57,8 +58,10 @@ class FedCOG(Wrapper):
     supervision: Literal["soft", "hard"] = setting(
         "soft", "what is learnt on them: the global model's outputs, or its decisions"
     )
-    weighting: Literal["balanced", "fixed"] = setting(
-        "balanced", "shares of real and generated loss: by how much is missing, or 1 and lambda_kd"
+    weighting: Literal["auto", "balanced", "fixed"] = setting(
+        "auto",
+        "shares of real and generated loss: by how much is missing, or 1 and lambda_kd; auto: the first, but where "
+        "examples may have several labels the second",
     )
     lambda_kd: float = setting(0.01, "weight of the generated loss under fixed weighting", ">= 0")
     norms: Literal["batch", "running"] = setting(
@@ -219,8 +222,11 @@ class FedCOG(Wrapper):
         """The model the client would start from."""
         return self.inner.client_start(site) | self.inner.client_buffers(site)
 
+    def _balanced(self, site: Site) -> bool:
+        return self.weighting == "balanced" or (self.weighting == "auto" and not site.task.several)
+
     def _shares(self, site: Site) -> tuple[Tensor | float, Tensor | float]:
-        if self.weighting == "fixed":
+        if not self._balanced(site):
             return 1.0, self.lambda_kd
         there, missing = site.counts.sum().to(site.lr.dtype), site.task.missing(site.counts).sum()
         whole = there + missing  # none, if none of the client's examples has a label

@@ -91,7 +91,7 @@ class Varied(FedCOG):
         if self.anneal == 1:
             return real, made
         faded = made * self.anneal ** (site.round - self.start_round).clamp(min=0).to(site.lr.dtype)
-        return (1 - faded if self.weighting == "balanced" else real), faded
+        return (1 - faded if self._balanced(site) else real), faded
 
     def _objective(self, site: Site, draft: State) -> generation.Loss:
         loss, render = super()._objective(site, draft), self._render(site)

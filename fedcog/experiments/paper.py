@@ -109,7 +109,8 @@ def _cog(setting: str, inner: str = "fedavg", options: dict[str, Any] | None = N
     """FedCOG around a method, from the shared start."""
     base = make_algorithm(inner)
     start = _asleep(base, setting)
-    return experiment(setting, FedCOG(base, start_round=start.rounds, **options or {}), **changes), start
+    whole = {"weighting": "balanced"} | (options or {})
+    return experiment(setting, FedCOG(base, start_round=start.rounds, **whole), **changes), start
 
 
 def _asleep(method: Algorithm, setting: str) -> Start:
@@ -212,9 +213,9 @@ def _after_fedavg() -> list[tuple[str, Experiment, Start, float]]:
     """
     base, more = Algorithm(), {"rounds": WARM + 1, "evaluate_local": True}
     paper = {"fedavg": 63.34, "fedprox": 64.57, "moon": 64.44}
-    asleep = {name: FedCOG(make_algorithm(name), start_round=WARM + 1) for name in paper}
+    asleep = {name: FedCOG(make_algorithm(name), start_round=WARM + 1, weighting="balanced") for name in paper}
     found = [(NAMES[name], experiment(FIRST, asleep[name], **more), dormant(base), paper[name]) for name in paper]
-    return [*found, ("FedCOG", experiment(FIRST, FedCOG(base), **more), dormant(base), 65.59)]
+    return [*found, ("FedCOG", experiment(FIRST, FedCOG(base, weighting="balanced"), **more), dormant(base), 65.59)]
 
 
 def time() -> Study:
@@ -491,7 +492,7 @@ def beyond() -> Study:
     for setting in SETTINGS:
         for name, measure in judged.items():
             for row, options in rows.items():
-                algorithm = Varied(**options) if options else FedCOG()
+                algorithm = (Varied if options else FedCOG)(weighting="balanced", **options)
                 one = experiment(setting, algorithm, validation=0.1)
                 cells.append(Cell(f"{setting}, {name}", row, one, dormant(Algorithm()), measure=measure))
     words = (

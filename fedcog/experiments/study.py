@@ -35,7 +35,7 @@ class Start(NamedTuple):
 
 def dormant(method: Algorithm, rounds: int = WARM, evaluate_every: int = 1) -> Start:
     """A start that FedCOG's runs and the bare method's share: the method, with FedCOG asleep around it."""
-    return Start(FedCOG(method, start_round=rounds), rounds, evaluate_every)
+    return Start(FedCOG(method, start_round=rounds, weighting="balanced"), rounds, evaluate_every)
 
 
 class Cell(NamedTuple):

@@ -14,7 +14,7 @@ from fedcog.federation.course import Members
 from fedcog.fitness import ModelError
 from fedcog.models import Model, build
 from fedcog.optimiser import Optimiser
-from fedcog.testing import Small, vectors, worst
+from fedcog.testing import Small, several, vectors, worst
 from fedcog.tree import Params
 from tests.user_models import USER_MODELS, own_generator
 
@@ -113,6 +113,15 @@ def test_fixed_weighting_with_lambda_zero_is_the_inner_algorithm() -> None:
     bare = Small(FedProx()).run()[-1].server["params"]
     wrapped = Small(dataclasses.replace(COG, inner=FedProx(), weighting="fixed", lambda_kd=0.0))
     assert worst(bare, wrapped.run()[-1].server["params"]) < 1e-12
+
+
+def test_shares_are_balanced_by_default_but_of_several_labels_fixed() -> None:
+    for dataset, usual, other in ((None, "balanced", "fixed"), (several(), "fixed", "balanced")):
+        ends = {
+            how: Small(dataclasses.replace(COG, weighting=how), dataset=dataset).run()[-1].server["params"]  # type: ignore[arg-type]
+            for how in ("auto", "balanced", "fixed")
+        }
+        assert worst(ends["auto"], ends[usual]) == 0 < worst(ends["auto"], ends[other])
 
 
 def test_hard_supervision_is_cross_entropy_with_the_teachers_decision() -> None:

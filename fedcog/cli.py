@@ -299,7 +299,8 @@ def _reproduce(options: argparse.Namespace, rest: list[str]) -> int:
     faults, known = list[str](), paper.studies()
     for name in options.names:
         faults += [settings.unknown("table or figure", name, ["all", *known])] if name not in ("all", *known) else []
-    telling = options.status or not (options.render or options.smoke or options.seeds or options.datasets)
+    limited = options.seeds or options.datasets or options.algorithms
+    telling = options.status or not (options.render or options.smoke or limited)
     if not options.names and not options.render and not telling:
         faults.append("say what to run: all, or some of those that fedcog reproduce lists.")
     seeds = _seeds(options.seeds or [], faults)
@@ -319,7 +320,7 @@ def _reproduce(options: argparse.Namespace, rest: list[str]) -> int:
         raise ConfigError(faults)
     results = Results(options.results or ("results-smoke" if options.smoke else "results"))
     if options.status or not (options.names or options.render):
-        limits = options.datasets or (), options.data_dir or ""
+        limits = options.datasets or (), options.data_dir or "", options.algorithms or ()
         console.progress_of(chosen, plan.status(chosen, results, *limits), results.path)
         return 0
     out, code = Path(options.out or results.path), 0
@@ -339,7 +340,8 @@ def _work(
 ) -> int:
     """What is to be run of some studies of those that are known, as far as time allows; the exit code."""
     limits = options.datasets or (), options.data_dir or ""
-    wanted = list(dict.fromkeys(job for study in chosen for job in plan.jobs(study, *limits)))
+    some = options.algorithms or ()
+    wanted = list(dict.fromkeys(job for study in chosen for job in plan.jobs(study, *limits, some)))
     _check_there({job.experiment.dataset for job in wanted}, options.data_dir)
     stacks = plan.share(plan.stacks(wanted), part, parts)
     words = ["fedcog", "reproduce", *options.names, *(["--smoke"] if options.smoke else [])]

@@ -81,6 +81,13 @@ def parser(algorithms: Mapping[str, type[Algorithm]] = ALGORITHMS) -> argparse.A
     again.add_argument("--results", metavar="DIR", help="where results go and are found again (default: results)")
     again.add_argument("--data-dir", metavar="DIR", help="folder with the data sets")
     again.add_argument("--datasets", nargs="+", choices=list(SOURCES), metavar="NAME", help="only what runs on these")
+    again.add_argument(
+        "--algorithms",
+        nargs="+",
+        choices=list(ALGORITHMS),
+        metavar="NAME",
+        help="only runs with one of these in them, such as scaffold for SCAFFOLD bare and with FedCOG around it",
+    )
     again.add_argument("--seeds", nargs="+", metavar="SEED", help="other seeds than each table's own")
     again.add_argument("--time-budget", type=float, metavar="SECONDS", help="stop in time; exit code 3 if more is left")
     again.add_argument("--shard", metavar="I/N", help="only this part of the work, such as 0/4: for several machines")

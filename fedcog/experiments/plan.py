@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fedcog.data import sources
-from fedcog.experiments.config import Experiment
+from fedcog.experiments.config import Experiment, layers
 from fedcog.experiments.prepare import stacked
 from fedcog.experiments.record import RecordError, RunDirectory
 from fedcog.experiments.results import Job, Results
@@ -33,11 +33,16 @@ def job(cell: Cell, seed: int, data_dir: str = "") -> Job:
     return Job(one, cell.start.of(one) if cell.start else None, cell.probe)
 
 
-def jobs(study: Study, datasets: Sequence[str] = (), data_dir: str = "") -> list[Job]:
-    """All work of a study, each thing once; on some data sets only, if asked, else on all that can be had."""
+def jobs(study: Study, datasets: Sequence[str] = (), data_dir: str = "", algorithms: Sequence[str] = ()) -> list[Job]:
+    """All work of a study, each thing once; on some data sets only, if asked, else on all that can be had.
+
+    Of `algorithms`, only what one of them takes part in.
+    """
     there = {cell.experiment.dataset for cell in study.cells}
     chosen = there & {*datasets} if datasets else {name for name in there if _to_be_had(name, data_dir)}
     wanted = [cell for cell in study.cells if cell.experiment.dataset in chosen]
+    if algorithms:
+        wanted = [cell for cell in wanted if {*algorithms} & {name for name, _ in layers(cell.experiment.algorithm)}]
     first = study.seeds[0]  # what is measured beside training is measured once
     found = [job(cell, seed, data_dir) for seed in study.seeds for cell in wanted if not cell.probe or seed == first]
     return list(dict.fromkeys(found))
@@ -48,11 +53,17 @@ def _to_be_had(dataset: str, data_dir: str) -> bool:
     return not sources.source_named(dataset).by_hand or sources.locate(dataset, data_dir or None) is not None
 
 
-def status(studies: Sequence[Study], results: Results, datasets: Sequence[str] = (), data_dir: str = "") -> list[Done]:
-    """How much of each study is done, or of that part of it which runs on some data sets."""
+def status(
+    studies: Sequence[Study],
+    results: Results,
+    datasets: Sequence[str] = (),
+    data_dir: str = "",
+    algorithms: Sequence[str] = (),
+) -> list[Done]:
+    """How much of each study is done, or of that part of it which runs on some data sets, or of some algorithms."""
     found = []
     for study in studies:
-        all_ = jobs(study, datasets, data_dir)
+        all_ = jobs(study, datasets, data_dir, algorithms)
         found.append(Done(study.name, sum(results.has(one) for one in all_), len(all_)))
     return found
 

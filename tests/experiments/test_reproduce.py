@@ -21,7 +21,7 @@ import fedcog
 from fedcog.algorithms import FedCOG
 from fedcog.cli import main
 from fedcog.experiments import paper, plan, record, reproduce, smoke, tables
-from fedcog.experiments.config import Experiment
+from fedcog.experiments.config import Experiment, name_of
 from fedcog.experiments.plan import jobs, share, stacks
 from fedcog.experiments.record import RecordError, RunDirectory
 from fedcog.experiments.report import reproduction
@@ -64,6 +64,18 @@ def test_every_job_of_a_study_is_counted_once(done: Results) -> None:
     assert plan.rounds_left([all_], done) == 0
     # from nothing: 12 runs of two rounds after a start of one, and eight starts: FedAvg's is FedCOG's, too
     assert plan.rounds_left([all_], Results(done.path / "elsewhere")) == 12 * 2 + 8
+
+
+def test_some_algorithms_alone(done: Results, capsys: pytest.CaptureFixture[str]) -> None:
+    assert {name_of(job.experiment.algorithm) for job in jobs(FEW, algorithms=["scaffold"])} == {"scaffold"}
+    assert {name_of(job.experiment.algorithm) for job in jobs(FEW, algorithms=["fedcog"])} == {"fedavg+fedcog"}
+    assert len(jobs(FEW, algorithms=["fedavg"])) == 2 * len(jobs(FEW, algorithms=["scaffold"])) == 8
+    assert plan.status([FEW], done, algorithms=["scaffold"]) == [("main", 4, 4)]
+    words = ["reproduce", "main", "--status", "--smoke", "--results", str(done.path)]
+    assert main([*words, "--algorithms", "scaffold"]) == 0
+    assert "4/4" in capsys.readouterr().out
+    assert main(["reproduce", "--algorithms", "scaffold"]) == 2 and "say what to run" in capsys.readouterr().err
+    assert main(["reproduce", "main", "--algorithms", "nonsense"]) == 2 and "nonsense" in capsys.readouterr().err
 
 
 def test_runs_share_their_start_in_fact(done: Results) -> None:

@@ -118,7 +118,7 @@ def _compare(options: argparse.Namespace, rest: list[str]) -> int:
     experiments = _methods(options, values, faults)
     seeds = _seeds(options.seeds, faults)
     if experiments and not faults:
-        faults = check_ready(experiments[0])
+        faults = list(dict.fromkeys(fault for one in experiments for fault in check_ready(one)))
     if faults:
         raise ConfigError(faults)
     trackers = track.chosen(options.track)
@@ -171,7 +171,7 @@ def _sweep(options: argparse.Namespace, rest: list[str]) -> int:
         raise ConfigError(faults)
     how = {"search": options.search, "trials": options.trials, "seed": int(values.get("seed", 0))}
     what = sweep.planned(experiments, offered, **how, trial_seeds=trial_seeds, seeds=seeds)
-    if unready := check_ready(experiments[0]):
+    if unready := list(dict.fromkeys(fault for one in experiments for fault in check_ready(one))):
         raise ConfigError(unready)
     _prepare(experiments[0])
     out = Path(options.out or Path("runs") / f"sweep-{experiments[0].dataset}")
@@ -323,6 +323,8 @@ def _reproduce(options: argparse.Namespace, rest: list[str]) -> int:
         limits = options.datasets or (), options.data_dir or "", options.algorithms or ()
         console.progress_of(chosen, plan.status(chosen, results, *limits), results.path)
         return 0
+    if options.render and not results.path.is_dir():
+        raise ConfigError([f"there are no results in {results.path}: name the folder of some with --results."])
     out, code = Path(options.out or results.path), 0
     record.check_writable(out, "--out" if options.out else "--results")
     if not options.render:
@@ -450,8 +452,10 @@ def _data(options: argparse.Namespace, rest: list[str]) -> int:
     else:
         with console.Download() as download:
             where = sources.fetch(options.name, options.data_dir, progress=download.advance, log=console.note)
-            sources.prepare(options.name, options.data_dir, progress=download.advance)
+            said = sources.prepare(options.name, options.data_dir, progress=download.advance)
         print(f"{options.name}: {where}")
+        if said:
+            console.note(said)
     return 0
 
 

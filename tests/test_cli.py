@@ -197,6 +197,19 @@ def test_compare_prints_a_table_and_makes_a_report(capsys: pytest.CaptureFixture
     assert "<html" in Path("page.html").read_text()
 
 
+def test_what_cannot_be_compared_is_said_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--dataset", "digit-mosaics", "--partition", "natural", "--clients", "4", "--rounds", "1", "--out", "c"]
+    assert main(["compare", *words, "--algorithms", "fedavg", "fedgen", "--seeds", "0"]) == 2
+    assert "fedgen makes features of one label" in " ".join(capsys.readouterr().err.split())
+    assert main(["run", *words, "--algorithm", "vhl"]) == 2
+    assert not Path("c").exists()
+
+
+def test_tables_of_no_results_are_not_made(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "all", "--render", "--results", "typo"]) == 2
+    assert "there are no results in typo" in capsys.readouterr().err and not Path("typo").exists()
+
+
 def test_a_damaged_run_does_not_keep_the_others_from_a_report(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["compare", *FAST, "--algorithms", "fedavg", "--seeds", "0", "1", "--out", "c"]
     assert main(words) == 0

@@ -303,6 +303,7 @@ def test_a_torchvision_checkpoint_loads_but_for_a_head_of_other_classes(tmp_path
         ({"layer1.0.conv1.weight": torch.zeros(64, 64, 5, 5)}, r"in shape \(64, 64, 5, 5\), and it needs"),
         ({"layer9.weight": torch.zeros(2)}, "has no such tensor"),
         ({"bn1.weight": torch.full((64,), torch.nan)}, "'bn1.weight' that no finite"),
+        ({"bn1.running_var": torch.full((64,), -1.0)}, "variances below zero in 'bn1.running_var'"),
         ({"bn1.weight": torch.full((64,), 1e300, dtype=torch.float64)}, "'bn1.weight' that no finite"),
         ({"bn1.weight": torch.zeros(64, dtype=torch.int64)}, "'bn1.weight' that no finite"),
         ({"fc.weight": torch.zeros(1000, 99)}, r"'fc.weight' is in shape \(1000, 99\), and it needs"),

@@ -77,7 +77,9 @@ class FedCOG(Wrapper):
         "off", "nothing generated, to compare with: the real share on the loss alone, or on the learning rate"
     )
     start_round: int = setting(50, "rounds of the inner algorithm before generation begins", ">= 0")
-    generation_batch: int = setting(0, "inputs optimised at a time, batch after batch, to save memory; 0: all", ">= 0")
+    generation_batch: int = setting(
+        0, "inputs optimised at a time, batch after batch, to save memory; 0: all, as always with a generator", ">= 0"
+    )
 
     def draws(self, round: int, model: Model, batch_size: int) -> dict[str, Draw]:
         """Noise, once awake: without it the rest of this class lies dormant."""
@@ -190,6 +192,11 @@ class FedCOG(Wrapper):
             raise ModelError(
                 "fedcog.lambda_bn weighs running statistics of BatchNorm layers, and this network has none: set it to "
                 "0, or choose a network with BatchNorm, such as resnet18."
+            )
+        if self.lambda_bn and self.generation_batch and self.generator == "none" and self.count % self.generation_batch:
+            raise ModelError(
+                f"fedcog.lambda_bn weighs statistics of a batch, and {self.count} inputs are no whole batches of "
+                f"{self.generation_batch}: choose a fedcog.generation_batch that divides fedcog.count."
             )
         if self.generator == "custom" and model.generator is None:
             raise ModelError(

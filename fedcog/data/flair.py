@@ -35,8 +35,8 @@ def read_flair(folder: str | Path, *, side: int = SIDE) -> Dataset:
     What cannot be used is left out, and told by a warning. Validation users are not read.
     """
     kept = prepare(folder, side=side)
-    if kept.notes["faults"]:
-        warnings.warn(f"FLAIR in {folder}{_told(**kept.notes)}", DataWarning, stacklevel=2)
+    if told := left_out(folder, kept):
+        warnings.warn(told, DataWarning, stacklevel=2)
     order = ("train_x", "train_y", "test_x", "test_y", "train_users")
     train_x, train_y, test_x, test_y, users = (torch.from_numpy(kept.arrays[name]) for name in order)
     return Dataset("flair", train_x, train_y, test_x, test_y, LABELS, MEAN, STD, True, users, digest=kept.digest)
@@ -51,6 +51,11 @@ def prepare(folder: str | Path, progress: Progress | None = None, *, side: int =
         except OSError as error:
             raise DataError(f"{folder} cannot be read ({error})") from error
         return store.keep(_place(folder, side), stamp, lambda part: _build(layout, part, side, progress))
+
+
+def left_out(folder: str | Path, kept: store.Kept) -> str:
+    """How many images were left out, and the first of each kind by name; nothing, if none was."""
+    return f"FLAIR in {folder}{_told(**kept.notes)}" if kept.notes["faults"] else ""
 
 
 def lacking(folder: Path) -> list[str]:

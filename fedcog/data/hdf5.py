@@ -1,5 +1,6 @@
 """FLAIR in pfl-research's layout: one HDF5 file with a group for each user."""
 
+import contextlib
 import functools
 import json
 import math
@@ -49,7 +50,7 @@ class Hdf5:
             self.file.close()
 
     def entries(self) -> Iterator[Entry | Fault]:
-        """As `Layout` says. A user whose group is unsound is one fault."""
+        """As `Layout` says. A user whose group is unsound is as many faults as it lists images."""
         try:
             columns = self._columns()
             parts = {part: self._inside(self.file, part, self.h5py.Group) for part in ("train", "test")}
@@ -59,10 +60,11 @@ class Hdf5:
         for part, group, user in users:
             try:
                 yield from self._user(part, user, group, columns)
-            except Fault as fault:
-                yield fault
-            except BROKEN as error:
-                yield Fault("corrupt", f"{part}/{user}: {error}")
+            except (Fault, *BROKEN) as error:
+                first = error if isinstance(error, Fault) else Fault("corrupt", f"{part}/{user}: {error}")
+                yield first
+                for row in range(1, self._listed(group, user)):
+                    yield Fault(first.kind, f"{part}/{user}, image {row + 1}")
 
     def image(self, entry: Entry) -> Image.Image:
         """As `Layout` says."""
@@ -110,6 +112,15 @@ class Hdf5:
             else Entry(part, user, image.decode(errors="replace"), tuple(labels[row]), row)
             for row, image in enumerate(names[:].tolist())
         ]
+
+    def _listed(self, users: Any, user: str) -> int:
+        """How many images a user has whose group is unsound, as far as that can be told and believed."""
+        found = [1]
+        for name in ("image_ids", "images"):
+            with contextlib.suppress(Fault, *BROKEN):
+                array = self._inside(self._inside(users, user, self.h5py.Group), name, self.h5py.Dataset)
+                found += [count for count in array.shape[:1] if count <= MOST]
+        return max(found)
 
     def _inside(self, group: Any, name: str, kind: type) -> Any:
         """A member of a group that lies in this very file; links are not followed."""

@@ -100,6 +100,8 @@ class Folder:
                     raise Fault("corrupt", f"{path.name}: {image.width} x {image.height} pixels")
                 return image.convert("RGB")
         except (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError) as error:
+            if isinstance(error, OSError) and error.errno is not None:  # the system's, which somebody can mend
+                raise DataError(f"{path} cannot be read ({error.strerror}): see to it, and begin again") from error
             raise Fault("corrupt", f"{path.name}: {error}") from error
 
     def close(self) -> None:

@@ -56,8 +56,9 @@ class Source:
     also: tuple[str, ...] = ()  # folders outside the data folders where an installed package puts the set
     package: str = ""  # the Python package that brings the set along
     check: Callable[[Path], list[str]] | None = None  # what a folder lacks, where names and lengths do not tell
-    prepare: Callable[[Path, Progress], object] | None = None  # what takes a while, and is done once before reading
+    prepare: Callable[[Path, Progress], str] | None = None  # what is done once before reading; what is to be said of it
     by_hand: str = ""  # how to get it, where it cannot be fetched
+    several: bool = False  # may an example have several labels?
 
 
 def search_path(data_dir: str | Path | None = None) -> list[Path]:
@@ -77,9 +78,12 @@ def source_named(name: str) -> Source:
 
 def lacking(source: Source, folder: Path) -> list[str]:
     """The files of a set that a folder does not hold, or not in their full length."""
-    if source.check is not None:
-        return source.check(folder)
-    return [name for name in source.contents if _holding(source, folder, name) is None]
+    try:
+        if source.check is not None:
+            return source.check(folder)
+        return [name for name in source.contents if _holding(source, folder, name) is None]
+    except OSError as error:
+        return [f"what may be read ({error.strerror})"]
 
 
 def _holding(source: Source, folder: Path, name: str) -> Path | None:
@@ -110,9 +114,7 @@ def load(name: str, data_dir: str | Path | None = None) -> Dataset:
     if folder is None and not source.package:
         looked = []
         for place in _places(source, data_dir):
-            looked.append(
-                f"  {place}: " + (f"lacks {', '.join(lacking(source, place))}" if place.is_dir() else "no such folder")
-            )
+            looked.append(f"  {place}: {_state(source, place)}")
         option = "" if data_dir is None else f" --data-dir {shlex.quote(str(data_dir))}"
         raise DataError(
             f"the data set {name} ({source.title}) is not here. Looked in:\n"
@@ -123,11 +125,19 @@ def load(name: str, data_dir: str | Path | None = None) -> Dataset:
     return source.reader(folder or Path())
 
 
-def prepare(name: str, data_dir: str | Path | None = None, *, progress: Progress) -> None:
-    """Do what the set needs done once before it can be read, if it is here."""
+def _state(source: Source, place: Path) -> str:
+    """Why a folder is none that holds a set."""
+    try:
+        there = place.is_dir()
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return f"lacks {', '.join(lacking(source, place))}" if there else "no such folder"
+
+
+def prepare(name: str, data_dir: str | Path | None = None, *, progress: Progress) -> str:
+    """Do what the set needs done once before it can be read, if it is here; what is to be said about it."""
     source, folder = source_named(name), locate(name, data_dir)
-    if source.prepare is not None and folder is not None:
-        source.prepare(folder, progress)
+    return source.prepare(folder, progress) if source.prepare is not None and folder is not None else ""
 
 
 def fetch(
@@ -247,10 +257,10 @@ def _read_flair(folder: Path) -> Dataset:
     return read_flair(folder)
 
 
-def _prepare_flair(folder: Path, progress: Progress) -> None:
-    from fedcog.data.flair import prepare
+def _prepare_flair(folder: Path, progress: Progress) -> str:
+    from fedcog.data.flair import left_out, prepare
 
-    prepare(folder, progress)
+    return left_out(folder, prepare(folder, progress))
 
 
 FASHION = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
@@ -328,6 +338,7 @@ SOURCES["mosaics"] = dataclasses.replace(
     SOURCES["cifar100"],
     title="mosaics of CIFAR-100, several labels each, by users: a stand-in for FLAIR",
     reader=read_mosaics,
+    several=True,
     train_size=15_232,
     test_size=3_046,
     input_shape=(3, 64, 64),
@@ -337,6 +348,7 @@ SOURCES["digit-mosaics"] = dataclasses.replace(
     SOURCES["digits"],
     title="mosaics of those digits, several labels each, by users: to try things on",
     reader=lambda folder: read_digit_mosaics(),
+    several=True,
     train_size=516,
     test_size=127,
     input_shape=(1, 16, 16),
@@ -344,6 +356,7 @@ SOURCES["digit-mosaics"] = dataclasses.replace(
 SOURCES["flair"] = Source(
     title="FLAIR, photographs of 51,414 users with several labels each",
     reader=_read_flair,
+    several=True,
     train_size=345_879,
     test_size=43_960,
     input_shape=(3, 64, 64),

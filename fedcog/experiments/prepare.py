@@ -101,9 +101,8 @@ class Prepared:
         maker = self._generator(generator)
         self.model = Model(module, shape, classes, experiment.batch_size, maker).to(self.device, dtype)
         self.task = task_of(classes, self.dataset.several)
-        single = [layer.one_label for _, layer in layers(experiment.algorithm) if layer.one_label]
-        if self.dataset.several and single:
-            raise ConfigError([f"{why} Choose another algorithm for examples of several labels." for why in single])
+        if self.dataset.several and (single := _single(experiment)):
+            raise ConfigError(single)
         mapping, threads = self._mapping()
         self.privacy = privacy(experiment, self.data.clients, simulated=not remote)
         if self.privacy and importlib.util.find_spec("dp_accounting") is None:
@@ -373,9 +372,17 @@ def check_runnable(experiment: Experiment) -> list[str]:
     ]
 
 
+def _single(experiment: Experiment) -> list[str]:
+    """Why its algorithms cannot do with examples of several labels."""
+    whys = [layer.one_label for _, layer in layers(experiment.algorithm) if layer.one_label]
+    return [f"{why} Choose another algorithm for examples of several labels." for why in whys]
+
+
 def check_ready(experiment: Experiment) -> list[str]:
-    """What stands in the way of a run outside its settings: missing data, an absent device."""
+    """What stands in the way of a run outside its settings: missing data, labels of another kind, an absent device."""
     faults = []
+    if experiment.dataset in sources.SOURCES and sources.SOURCES[experiment.dataset].several:
+        faults += _single(experiment)
     try:
         find_device(experiment.device)
     except ConfigError as error:

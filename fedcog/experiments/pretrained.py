@@ -46,6 +46,8 @@ def pretrained(module: nn.Module, path: str | Path, classes: int = 0) -> tuple[n
                 kept = own[name].copy_(value) if value.is_floating_point() else own[name]  # into the module itself
                 if not value.is_floating_point() or not bool(kept.isfinite().all()):
                     raise ModelError(f"{path} has numbers in '{name}' that no finite {kept.dtype} can hold.")
+                if name.endswith("running_var") and bool((kept < 0).any()):
+                    raise ModelError(f"{path} has variances below zero in '{name}'.")
     except (OSError, SafetensorError) as error:
         raise ModelError(
             f"{path} is no safetensors file that can be read ({error}): a run begins and goes on with the one it names."

@@ -238,6 +238,10 @@ def test_running_statistics_together_as_alone() -> None:
 def test_what_a_network_lacks_is_said() -> None:
     with pytest.raises(ModelError, match="this network has none: set it to 0"):
         Small(dataclasses.replace(COG, lambda_bn=0.5), module=build("resnet18-gn", (1, 8, 8), 4, seed=0))
+    with pytest.raises(ModelError, match="8 inputs are no whole batches of 3"):
+        Small(
+            dataclasses.replace(COG, lambda_bn=0.5, generation_batch=3), module=build("resnet18", (1, 8, 8), 4, seed=0)
+        )
     with pytest.raises(ModelError, match="give it from Python"):
         Small(OWN)
     assert len(Model(build("resnet18", (1, 8, 8), 4, seed=0), (1, 8, 8), 4).batch_norms) == 20

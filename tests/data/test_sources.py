@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
 import io
@@ -24,6 +25,7 @@ import pytest
 import torch
 from PIL import Image
 
+from fedcog.cli import main
 from fedcog.data import download, registries
 from fedcog.data.datasets import DataError
 from fedcog.data.download import File
@@ -477,6 +479,27 @@ def test_a_missing_set_without_a_folder_given(tmp_path: Path, tiny: Source, monk
     assert f"{tmp_path}/mine/cifar-10-batches-bin: no such folder" in str(caught.value)
     assert f"{tmp_path}/.cache/fedcog/cifar-10-batches-bin: no such folder" in str(caught.value)
     assert str(caught.value).endswith("fedcog data get cifar10")
+
+
+def test_a_folder_that_may_not_be_entered_is_said(
+    tmp_path: Path, tiny: Source, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever runs the tests may well be let into every folder, so what Python would raise is raised for it."""
+
+    def barred(self: Path) -> bool:
+        if tmp_path in self.parents:
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return os.path.isdir(self)
+
+    monkeypatch.setattr(Path, "is_file", barred)
+    monkeypatch.setattr(Path, "is_dir", barred)
+    assert locate("cifar10", tmp_path) is None and locate("flair", tmp_path) is None
+    for name in ("cifar10", "flair"):
+        with pytest.raises(DataError, match=r"cannot be read \(Permission denied\)"):
+            load(name, tmp_path)
+    assert main(["data", "list", "--data-dir", str(tmp_path)]) == 0
+    assert main(["partition", "--dataset", "cifar10", "--data-dir", str(tmp_path)]) == 2
+    assert "Permission denied" in capsys.readouterr().err
 
 
 def test_an_unknown_name_lists_the_known() -> None:

@@ -481,6 +481,7 @@ def test_a_start_that_diverges_costs_its_own_runs_alone(tmp_path: Path, monkeypa
         ('"accuracy":[', '"accuracy":["x",'),
         ('"accuracy":[', '"accuracy":[NaN,'),
         ('"accuracy":[', '"accuracy":[1e308,'),
+        ('"loss":[', '"loss":[],"x":['),
         ('"clients":[', '"clients":3,"x":['),
         ('"clients":[', '"clients":["y",'),
         ('"provenance":{', '"provenance":"y","x":{'),

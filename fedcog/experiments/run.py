@@ -206,6 +206,7 @@ def carry_out(
             if exhibit:
                 directory.save_exhibit(line["round"], prepared.shown(exhibit))
             directory.append(line)
+            tracking.tell(line)
             if watch:  # before it is asked whether to stop: how long a round took is told here
                 watch(experiment, line)
             stop = stopping is not None and stopping() and line["round"] < experiment.rounds
@@ -214,7 +215,6 @@ def carry_out(
                 directory.lighten()
             elif done or stop or (line["round"] % experiment.checkpoint_every == 0 and directory.due(last)):
                 directory.save(last)
-            tracking.tell(line)
             if stop:
                 raise Interrupted(f"stopped after round {line['round']} of {experiment.rounds}")
         tracking.end = "finished"

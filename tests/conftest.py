@@ -50,7 +50,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return next((some[0] for some in TOGETHER if any(name in nodeid for name in some)), nodeid)
 
-    config.option.loadscopereorder = False  # or the most tests in one place would come first, not the longest
     return Scheduling(config, log)
 
 

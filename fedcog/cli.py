@@ -323,10 +323,13 @@ def _reproduce(options: argparse.Namespace, rest: list[str]) -> int:
         limits = options.datasets or (), options.data_dir or "", options.algorithms or ()
         console.progress_of(chosen, plan.status(chosen, results, *limits), results.path)
         return 0
+    out, code = Path(options.out or results.path), 0
+    if options.out:
+        record.check_writable(out, "--out")
     if options.render and not results.path.is_dir():
         raise ConfigError([f"there are no results in {results.path}: name the folder of some with --results."])
-    out, code = Path(options.out or results.path), 0
-    record.check_writable(out, "--out" if options.out else "--results")
+    if not options.out:
+        record.check_writable(out, "--results")
     if not options.render:
         record.check_writable(results.path, "--results")
         code = _work(options, chosen, list(known.values()), results, part, parts)

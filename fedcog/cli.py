@@ -118,7 +118,7 @@ def _compare(options: argparse.Namespace, rest: list[str]) -> int:
     experiments = _methods(options, values, faults)
     seeds = _seeds(options.seeds, faults)
     if experiments and not faults:
-        faults = list(dict.fromkeys(fault for one in experiments for fault in check_ready(one)))
+        faults = _unready(experiments)
     if faults:
         raise ConfigError(faults)
     trackers = track.chosen(options.track)
@@ -171,7 +171,7 @@ def _sweep(options: argparse.Namespace, rest: list[str]) -> int:
         raise ConfigError(faults)
     how = {"search": options.search, "trials": options.trials, "seed": int(values.get("seed", 0))}
     what = sweep.planned(experiments, offered, **how, trial_seeds=trial_seeds, seeds=seeds)
-    if unready := list(dict.fromkeys(fault for one in experiments for fault in check_ready(one))):
+    if unready := _unready(experiments):
         raise ConfigError(unready)
     _prepare(experiments[0])
     out = Path(options.out or Path("runs") / f"sweep-{experiments[0].dataset}")
@@ -487,6 +487,11 @@ def _deploy(options: argparse.Namespace, rest: list[str]) -> int:
     deploy.init(Path(options.directory), experiment, host=options.host, port=options.port, **own)
     console.say(f"a federation of {experiment.clients} nodes: {Path(options.directory) / 'README.md'}", options.style)
     return 0
+
+
+def _unready(experiments: Sequence[Experiment]) -> list[str]:
+    """What stands in the way of any of them, each thing once."""
+    return list(dict.fromkeys(fault for one in experiments for fault in check_ready(one)))
 
 
 def _ready(values: dict[str, Any], faults: list[str], known: Mapping[str, type[Algorithm]]) -> Experiment:

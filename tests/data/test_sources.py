@@ -486,13 +486,16 @@ def test_a_folder_that_may_not_be_entered_is_said(
 ) -> None:
     """Whoever runs the tests may well be let into every folder, so what Python would raise is raised for it."""
 
-    def barred(self: Path) -> bool:
-        if tmp_path in self.parents:
-            raise PermissionError(errno.EACCES, "Permission denied", str(self))
-        return os.path.isdir(self)
+    def barred(look: Callable[[Path], bool]) -> Callable[[Path], bool]:
+        def within(self: Path) -> bool:
+            if tmp_path in self.parents:
+                raise PermissionError(errno.EACCES, "Permission denied", str(self))
+            return look(self)
 
-    monkeypatch.setattr(Path, "is_file", barred)
-    monkeypatch.setattr(Path, "is_dir", barred)
+        return within
+
+    monkeypatch.setattr(Path, "is_file", barred(Path.is_file))
+    monkeypatch.setattr(Path, "is_dir", barred(Path.is_dir))
     assert locate("cifar10", tmp_path) is None and locate("flair", tmp_path) is None
     for name in ("cifar10", "flair"):
         with pytest.raises(DataError, match=r"cannot be read \(Permission denied\)"):

@@ -86,11 +86,9 @@ def conv_images(weights: Params, noise: Tensor, input_shape: tuple[int, ...]) ->
     """
     height, width = input_shape[1:]
     x = F.linear(noise, weights["weight0"]).reshape(-1, 128, -(-height // 4), -(-width // 4))
-    x = F.interpolate(_normal(x), scale_factor=2, mode="nearest")
-    x = F.leaky_relu(_normal(F.conv2d(x, weights["weight1"], padding=1)), 0.2)
-    x = F.interpolate(x, size=(height, width), mode="nearest")
-    x = F.leaky_relu(_normal(F.conv2d(x, weights["weight2"], padding=1)), 0.2)
-    return _normal(F.conv2d(x, weights["weight3"], padding=1))
+    x = _enlarged(_normal(x), weights["weight1"], (2 * x.shape[-2], 2 * x.shape[-1]))
+    x = _enlarged(F.leaky_relu(_normal(x), 0.2), weights["weight2"], (height, width))
+    return _normal(F.conv2d(F.leaky_relu(_normal(x), 0.2), weights["weight3"], padding=1))
 
 
 class ConvGenerator(nn.Module):
@@ -122,11 +120,12 @@ def begin(model: Model, noise: Tensor, numbers: Tensor | None) -> Params:
 
 
 def inputs(model: Model, learnt: Params) -> Tensor:
-    """The inputs that a generator makes with what was learnt."""
+    """The inputs that a generator makes with what was learnt, in layers as the model's."""
     weights = {name: value for name, value in learnt.items() if not name.startswith(".")}
-    if model.generator is None:
-        return conv_images(weights, learnt[".noise"], model.input_shape)
-    made: Tensor = functional_call(model.generator, weights, (learnt[".noise"],))
+    with model.layers():
+        if model.generator is None:
+            return conv_images(weights, learnt[".noise"], model.input_shape)
+        made: Tensor = functional_call(model.generator, weights, (learnt[".noise"],))
     return made
 
 
@@ -170,6 +169,26 @@ def usable(generator: nn.Module, noise: int, input_shape: tuple[int, ...]) -> nn
             "could be learnt: look for detach or no_grad in it, and for weights that are too large."
         )
     return generator
+
+
+def _enlarged(x: Tensor, weight: Tensor, size: tuple[int, int]) -> Tensor:
+    """The 3x3 convolution of x enlarged to `size`, its pixels standing several times.
+
+    Where each stands four times, it is computed on x itself, for half of the work: a window has 2x2 different pixels,
+    whose weights are sums, and other ones for each place in a block of four.
+    """
+    height, width = x.shape[-2:]
+    if size != (2 * height, 2 * width):
+        return F.conv2d(F.interpolate(x, size=size, mode="nearest"), weight, padding=1)
+
+    def summed(w: Tensor, dim: int) -> Tensor:
+        first, middle, last = w.unbind(dim)
+        return torch.stack([torch.stack(pair, dim) for pair in ((first, middle + last), (first + middle, last))], 1)
+
+    y = F.conv2d(x, summed(summed(weight, 2), 4).flatten(0, 2), padding=1)
+    y = y.reshape(len(x), len(weight), 2, 2, height + 1, width + 1)
+    places = [[y[:, :, right, low, low : low + height, right : right + width] for right in (0, 1)] for low in (0, 1)]
+    return torch.stack([torch.stack(pair, -1) for pair in places], 3).reshape(len(x), len(weight), *size)
 
 
 def _normal(x: Tensor) -> Tensor:

@@ -170,13 +170,12 @@ class Model:
         return sum(found)
 
     def _call(self, module: nn.Module, weights: Params, x: Tensor) -> tuple[Tensor, Tensor | None, dict[int, Tensor]]:
-        seen, layers = list[Tensor](), Layers()
+        seen = list[Tensor]()
         known = {name: weights[name] for name in (*self.params, *self.buffers)}
         if self._channels_last and not self._side_by_side and x.device.type == "cpu" and x.dtype == torch.float32:
             x = x.contiguous(memory_format=torch.channels_last)
         with contextlib.ExitStack() as around:
-            if self._side_by_side:
-                around.enter_context(layers)
+            layers = around.enter_context(self.layers())
             if self._reduced is not None:
                 around.enter_context(torch.autocast(x.device.type, self._reduced, cache_enabled=False))
             if self.head is not None:
@@ -184,7 +183,11 @@ class Model:
                 around.callback(last.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0])).remove)
             logits: Tensor = functional_call(module, known, (x,), tie_weights=self._tied)
         features = seen[-1].to(x.dtype) if seen else None
-        return logits.to(x.dtype), features, layers.renewed
+        return logits.to(x.dtype), features, layers.renewed if layers else {}
+
+    def layers(self) -> contextlib.AbstractContextManager[Layers | None]:
+        """Within it, layers of any network are as those of this one: made for many models at once, or torch's own."""
+        return Layers() if self._side_by_side else contextlib.nullcontext()
 
     @property
     def side_by_side(self) -> "Model":

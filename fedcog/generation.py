@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fedcog import tree
+from fedcog.layers.rows import AsMany, filled
 from fedcog.models import Model
 from fedcog.task import Task
 from fedcog.tree import Params, State
@@ -88,17 +89,18 @@ def objective(
 
     It is divided by their whole `number`, never by the batch, so that the batch decides about memory alone. Only what
     `statistics` weighs, how strange a batch is to the teacher's BatchNorm, is of the batch and counts for all in it.
+    Nor does the batch decide about rounding, which steps of an optimiser would enlarge: see `fedcog.layers.rows`.
     """
 
     def loss(learnt: Params, batch: Params) -> Tensor:
         x = render(learnt)
-        sure, strangeness = model.strangeness(teacher, x) if statistics else (model.predict(teacher, x), 0.0)
-        each = task.loss(sure, batch["y"])
+        with AsMany():
+            sure, strangeness = model.strangeness(teacher, x) if statistics else (model.predict(teacher, x), 0.0)
+            other = model.predict(student, x) if disagreement else sure
+        each = task.loss(filled(sure), filled(batch["y"]))
         if disagreement:
-            each = each + disagreement * (1 - task.divergence(sure, model.predict(student, x)))
-        if statistics:
-            each = each + statistics * strangeness
-        whole = each.sum() / number
+            each = each + disagreement * (1 - task.divergence(filled(sure), filled(other)))
+        whole = (each[: len(x)] + statistics * strangeness).sum() / number
         return whole + (learnt[SHOWN] * x[batch["shown"]].detach()).sum() if SHOWN in learnt else whole
 
     return loss

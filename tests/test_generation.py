@@ -1,13 +1,18 @@
+import functools
 import math
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from torch.func import vmap
 
 from fedcog import generation, generators
 from fedcog.federation.course import autograd, functional
 from fedcog.generation import Recipe
-from fedcog.models import Model
+from fedcog.models import Model, build
 from fedcog.task import SingleLabel
 from fedcog.tree import Params, State
 from tests.user_models import batch_norm
@@ -78,6 +83,46 @@ def test_the_inputs_take_the_steps_of_torchs_adam() -> None:
         adam.step()
     assert float((made - x.detach()).abs().max()) < 1e-12
     assert loss({"x": made}, {"y": labels}) < loss({"x": noise(5)}, {"y": labels})
+
+
+@functools.cache
+def learnt_from_digits(labels: tuple[int, ...]) -> Params:
+    """The weights of a network that has learnt its digits well, in float32."""
+    images, digits = load_digits(return_X_y=True)
+    draw, few = torch.Generator().manual_seed(0), torch.tensor(np.flatnonzero(np.isin(digits, labels)))
+    x, y = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 8 - 1, torch.tensor(digits)
+    x, module = F.interpolate(x, scale_factor=2), build("cnn", (1, 16, 16), 10, seed=0)
+    optimiser = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(300):
+        some = few[torch.randint(len(few), (64,), generator=draw)]
+        optimiser.zero_grad()
+        F.cross_entropy(module(x[some]), y[some]).backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+    assert float((module(x[few]).argmax(-1) == y[few]).float().mean()) > 0.95
+    return {name: value.detach() for name, value in module.named_parameters()}
+
+
+@pytest.mark.parametrize(("together", "batch"), [(False, 1), (False, 7), (True, 7)])
+def test_a_hundred_steps_on_a_network_that_is_sure_make_nothing_of_the_batch(together: bool, batch: int) -> None:
+    """In float32 rounding is enlarged 1e5 times there, by ReLU and pooling, whose choices turn: it must be the same."""
+    model = Model(build("cnn", (1, 16, 16), 10, seed=0), (1, 16, 16), 10)
+    teacher, student = learnt_from_digits(tuple(range(10))), learnt_from_digits((0, 1, 2))
+    start = torch.randn(2, 17, 1, 16, 16, generator=torch.Generator().manual_seed(1))
+    whole = Recipe(steps=100, lr=0.01, betas=(0.5, 0.9), disagreement=0.1)
+
+    def made(start: Tensor, recipe: Recipe, gradient: generation.Gradient, model: Model = model) -> Tensor:
+        labels = torch.arange(len(start)) % 10
+        found: Tensor = generation.generate(SingleLabel(10), model, teacher, student, labels, start, recipe, gradient)[
+            "x"
+        ]
+        return found
+
+    def of(recipe: Recipe) -> Tensor:
+        if together:
+            return vmap(functools.partial(made, recipe=recipe, gradient=functional, model=model.side_by_side))(start)
+        return made(start[0], recipe, autograd)
+
+    assert float((of(whole._replace(batch=batch)) - of(whole)).abs().max()) < 1e-4
 
 
 @pytest.mark.parametrize("batch", [1, 2, 7])

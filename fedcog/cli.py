@@ -433,7 +433,7 @@ def _theory(options: argparse.Namespace, rest: list[str]) -> int:
     ]
     if not 0 <= options.seed < 2**63:
         faults.append(f"seed needs a whole number from 0 to 2^63 - 1, not {options.seed}.")
-    if not 0 <= options.lr < 1e6:
+    if not 0 <= options.lr <= 1e6:
         faults.append(f"lr needs a number from 0 to a million, not {options.lr:g}.")
     if faults:
         raise ConfigError(faults)

@@ -203,6 +203,11 @@ class FedCOG(Wrapper):
                 "fedcog.generator 'custom' is a network of your own: give it from Python, fedcog.run(..., "
                 "generator=MyGenerator()), also to continue a run."
             )
+        if self.generator == "custom" and model.generator is not None and self.count == 1:
+            try:  # BatchNorm may have one value a channel then, which is nothing to normalise
+                model.generator(next(model.generator.parameters(), torch.zeros(())).new_zeros(1, self.noise))
+            except ValueError as error:
+                raise ModelError(f"the generator makes no input alone: {error}. Set fedcog.count to 2.") from error
 
     @property
     def _length(self) -> int:

@@ -101,6 +101,7 @@ def pretrain(
     from real ones by the means of many features at once. In a federation the data must be public: nobody has the
     clients'.
     """
+    Path(path).parent.mkdir(parents=True, exist_ok=True)  # now, not after a thousand steps
     channels = -1, *[1] * (data.train_x.dim() - 2)
     real = pictures.inputs(data.train_x, *(torch.tensor(one).reshape(channels) for one in (data.mean, data.std)))
     generators.usable(generator, noise, data.input_shape)

@@ -260,6 +260,14 @@ def test_generators_that_cannot_work_are_refused(generator: nn.Module, why: str)
         generators.usable(generator, 5, (1, 8, 8))
 
 
+def test_a_generator_that_normalises_over_the_batch_needs_two_inputs() -> None:
+    normal = nn.Sequential(nn.Linear(5, 64), nn.BatchNorm1d(64), nn.Unflatten(1, (1, 8, 8)))
+    with pytest.raises(ModelError, match=r"no input alone.*Set fedcog.count to 2"):
+        extra(dataclasses.replace(OWN, count=1), generator=generators.usable(normal, 5, (1, 8, 8)))
+    _, _, made = extra(dataclasses.replace(OWN, count=2), generator=generators.usable(normal, 5, (1, 8, 8)))
+    assert bool(made["x"].isfinite().all())
+
+
 def test_a_generator_with_random_numbers_of_its_own_is_refused() -> None:
     class Random(nn.Module):
         def forward(self, noise: torch.Tensor) -> torch.Tensor:

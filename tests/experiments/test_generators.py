@@ -122,7 +122,7 @@ def test_a_file_without_a_generator_is_refused() -> None:
 
 @pytest.mark.parametrize("make", [conv, mine])
 def test_pretraining_makes_images_like_those_it_was_shown(make: Any, tmp_path: Path) -> None:
-    digits, file = sources.load("digits"), tmp_path / "made.safetensors"
+    digits, file = sources.load("digits"), tmp_path / "new" / "made.safetensors"
     made = fedcog.pretrain(make(), digits, file, noise=6, steps=15, batch=64, lr=0.01)
     saved = pretrained(make(), file)[0].state_dict()
     assert all(torch.equal(value, saved[name]) for name, value in made.state_dict().items() if "tracked" not in name)

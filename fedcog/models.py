@@ -282,5 +282,5 @@ def build(name: str, input_shape: tuple[int, ...], classes: int, seed: int) -> n
     except (RuntimeError, ValueError) as error:
         raise ModelError(
             f"model '{name}' cannot be built for inputs of shape {input_shape}: {error}. "
-            f"Choose another: {', '.join(MODELS)}."
+            f"Choose another: {', '.join(other for other in MODELS if other != name)}."
         ) from error

@@ -13,7 +13,7 @@ from fedcog.tree import State
 class FedAvgM(Algorithm):
     """FedAvg whose server keeps going the way it went: v = beta v + mean change, and the model moves by v.
 
-    Four rules go by this name; the plain one is the default. `damped` weighs the new change by 1 - beta, `nesterov`
+    Several rules go by this name; the plain one is the default. `damped` weighs the new change by 1 - beta, `nesterov`
     moves by the change + beta v.
     """
 

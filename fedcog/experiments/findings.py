@@ -1,13 +1,16 @@
 """What came of a study: means and deviations over seeds, and differences between rows with their intervals."""
 
+import collections
 import functools
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from fedcog.experiments.config import Experiment
 from fedcog.experiments.plan import job
-from fedcog.experiments.results import Results
+from fedcog.experiments.results import Job, Results
 from fedcog.experiments.study import Cell, Measure, Study
 from fedcog.experiments.summary import Spread, spread
 
@@ -183,6 +186,28 @@ def _lead(gaps: tuple[float, ...]) -> Paired:
         alike = len({abs(gap) for gap in gaps} - {0.0}) < len(gaps)  # then there is no table of exact values
         p = float(stats.wilcoxon(gaps, method="asymptotic" if alike else "exact").pvalue)
     return Paired(statistics.fmean(gaps), half, len(gaps), p)
+
+
+def elsewhere(study: Study, results: Results) -> dict[str, list[int]]:
+    """The rows and seeds that began with another run of a start than most that have it.
+
+    What is run on two occasions is the same experiment, but for the order of sums on a GPU; a start's rounds make much
+    of that, and what goes on from two of them is not as alike as what goes on from one.
+    """
+    begun: dict[tuple[Experiment, int], dict[Job, tuple[str, tuple[float, ...]]]] = {}
+    for cell, seed in itertools.product(study.cells, study.seeds):
+        one = job(cell, seed)
+        line = results.of(one).get(seed)
+        if one.start is not None and line is not None and "loss" in line:
+            run = cell.row if cell.row == cell.block else f"{cell.row} ({cell.block})"
+            begun.setdefault((one.start, seed), {}).setdefault(one, (run, tuple(line["loss"][: one.start.rounds])))
+    found = dict[str, list[int]]()
+    for (_, seed), same in begun.items():
+        usual = collections.Counter(losses for _, losses in same.values()).most_common(1)[0][0]
+        for run, losses in same.values():
+            if losses != usual:
+                found.setdefault(run, []).append(seed)
+    return found
 
 
 def provenances(study: Study, results: Results) -> list[dict[str, Any]]:

@@ -167,7 +167,7 @@ def plug() -> Study:
         "plug-and-play",
         "FedCOG around other methods",
         "Table 3",
-        "50 rounds of a method, then one round of it, bare or with FedCOG under either weighting, from the very same "
+        "50 rounds of a method, then one round of it, bare or with FedCOG under either weighting, from the same "
         "state (FLAIR and its stand-in, mosaics of CIFAR-100: 400 rounds, then 3, as in Table 2). The *last* accuracy "
         "is that of the one round more. The control is a round of FedAvg whose loss has the share that balanced "
         "weighting leaves it, and nothing else.",

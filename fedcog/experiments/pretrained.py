@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fedcog import generators, pictures
 from fedcog.algorithms import FedCOG
-from fedcog.data import Dataset
+from fedcog.data import DataError, Dataset
 from fedcog.fitness import ModelError
 
 
@@ -101,6 +101,9 @@ def pretrain(
     from real ones by the means of many features at once. In a federation the data must be public: nobody has the
     clients'.
     """
+    if not isinstance(data, Dataset):
+        kind = type(data).__name__
+        raise DataError(f"a generator is pre-trained on a Dataset, not on {kind}: fedcog.from_arrays makes one.")
     Path(path).parent.mkdir(parents=True, exist_ok=True)  # now, not after a thousand steps
     channels = -1, *[1] * (data.train_x.dim() - 2)
     real = pictures.inputs(data.train_x, *(torch.tensor(one).reshape(channels) for one in (data.mean, data.std)))

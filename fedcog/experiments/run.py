@@ -317,8 +317,8 @@ def _check_same(directory: RunDirectory, experiment: Experiment, resume: bool) -
         free = {field.name for field in dataclasses.fields(there) if not field.metadata.get("identity", True)}
         differ = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key) and key not in free]
         raise RecordError(
-            f"{directory.path} belongs to another experiment: {', '.join(differ)} differ. Choose another --out, or "
-            "leave those settings as they were."
+            f"{directory.path} belongs to another experiment, which differs in {', '.join(differ)}. Choose another "
+            "--out, or leave those settings as they were."
         )
 
 

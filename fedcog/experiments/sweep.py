@@ -168,7 +168,7 @@ class Sweep:
         if differ := [name for name in mine if mine[name] != there.get(name)]:
             names = [name if name != "about" else "data, networks or algorithms of your own" for name in differ]
             raise RecordError(
-                f"{self.results.path} holds another sweep ({', '.join(names)} differ), whose trials would go "
+                f"{self.results.path} holds another sweep (it differs in {', '.join(names)}), whose trials would go "
                 "uncounted: choose another --out."
             )
 

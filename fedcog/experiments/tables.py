@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from fedcog.experiments.findings import Block, Row, blocks, lines_of, paired, provenances, values
+from fedcog.experiments.findings import Block, Row, blocks, elsewhere, lines_of, paired, provenances, values
 from fedcog.experiments.record import RecordError
 from fedcog.experiments.results import Results
 from fedcog.experiments.study import Study
@@ -100,10 +100,14 @@ def caption(study: Study, results: Results) -> str:
     when = " to ".join(dict.fromkeys([*days[:1], *days[-1:]]))
     commands = _listed(f"`{_plain(str(one['command']))}`" for one in found if one.get("command"))
     number = f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {', '.join(str(seed) for seed in seeds)}"
+    other = "; ".join(
+        f"{run}, {'all seeds' if among == seeds else 'seeds ' + _listed(map(str, among))}"
+        for run, among in elsewhere(study, results).items()
+    )
     return (
         f"{words} {number[0].upper()}{number[1:]}; {when}, {told['device']}, torch {told['torch']}, commit "
         f"{told['commit']}, by {commands}."
-    )
+    ) + (f" From another run of their start than the others, with its own rounding: {other}." if other else "")
 
 
 def _listed(words: Iterable[str]) -> str:

@@ -31,7 +31,7 @@ def inherit(directory: RunDirectory, prepared: Prepared, start: RunDirectory) ->
             "is run again."
         )
     if differ := differing(experiment, begun):
-        raise RecordError(f"the run in {start.path} is no start for this one: {', '.join(differ)} differ.")
+        raise RecordError(f"the run in {start.path} is no start for this one: it differs in {', '.join(differ)}.")
     if any(checkpoint.about.get(key) != prepared.about[key] for key in ("data", "network")):
         raise RecordError(f"the run in {start.path} is no start for this one: its data or network were others.")
     algorithm, kept = experiment.algorithm, tree.unflatten(checkpoint.clients)

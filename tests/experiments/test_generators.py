@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,7 +13,7 @@ from torch import nn
 import fedcog
 from fedcog import ConfigError, ConvGenerator, Experiment, FedAvg, FedCOG, ModelError, RecordError
 from fedcog.cli import main
-from fedcog.data import sources
+from fedcog.data import DataError, sources
 from fedcog.experiments.prepare import Prepared
 from fedcog.experiments.pretrained import discrepancy, pretrained
 from fedcog.experiments.record import RunDirectory
@@ -118,6 +119,12 @@ def test_a_file_without_a_generator_is_refused() -> None:
     for algorithm in (FedAvg(), FedCOG()):
         with pytest.raises(ConfigError, match="set --fedcog"):
             dataclasses.replace(TINY, algorithm=algorithm, pretrained_generator="some.safetensors")
+
+
+def test_what_is_no_data_set_is_said_before_anything_is_made(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="on a Dataset, not on ndarray"):
+        fedcog.pretrain(conv(), np.zeros((3, 1, 8, 8)), tmp_path / "new" / "made.safetensors")  # type: ignore[arg-type]
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("make", [conv, mine])

@@ -157,7 +157,7 @@ def test_nothing_is_overwritten_without_resume(whole: tuple[Path, float]) -> Non
 def test_another_experiment_is_refused_by_name_of_what_differs(whole: tuple[Path, float]) -> None:
     before = snapshot(whole[0])
     other = dataclasses.replace(TINY, lr=0.5, algorithm=FedCOG(FedProx(mu=9), count=8, steps=3, start_round=2))
-    with pytest.raises(RecordError, match="belongs to another experiment: lr, fedprox differ"):
+    with pytest.raises(RecordError, match="belongs to another experiment, which differs in lr, fedprox"):
         fedcog.run(other, whole[0], resume=True, report=False)
     assert snapshot(whole[0]) == before
 

@@ -103,7 +103,9 @@ def test_the_test_set_has_no_say_in_what_is_chosen(tmp_path: Path) -> None:
         trial_run = "evaluate_test = false" in (file.parent / "experiment.toml").read_text()
         assert all(("accuracy" in line) != trial_run for line in lines)
         assert all(("validation_accuracy" in line) == trial_run for line in lines)
-    with pytest.raises(RecordError, match="holds another sweep \\(data, networks or algorithms of your own differ\\)"):
+    with pytest.raises(
+        RecordError, match="holds another sweep \\(it differs in data, networks or algorithms of your own\\)"
+    ):
         fedcog.sweep(method, offered, tmp_path / "1", data=digits(0), **how)  # type: ignore[arg-type]
 
 
@@ -233,9 +235,9 @@ def test_a_report_shows_the_budget_and_every_trial(done: tuple[Path, list[Tuned]
 
 def test_another_sweep_in_the_same_folder_is_refused(done: tuple[Path, list[Tuned]]) -> None:
     for change in ({"trials": 4}, {"seed": 1}, {"trial_seeds": [8]}):
-        with pytest.raises(RecordError, match=f"holds another sweep \\({next(iter(change))} differ"):
+        with pytest.raises(RecordError, match=f"holds another sweep \\(it differs in {next(iter(change))}"):
             fedcog.sweep(METHODS, SPACE, done[0], **(HOW | change))  # type: ignore[arg-type]
-    with pytest.raises(RecordError, match="space differ"):
+    with pytest.raises(RecordError, match="differs in space"):
         fedcog.sweep(METHODS, {"lr": [0.1, 0.2, 0.3]}, done[0], **HOW)  # type: ignore[arg-type]
 
 
@@ -254,7 +256,7 @@ def test_other_code_of_an_algorithm_of_ones_own_is_another_sweep(
             monkeypatch.delitem(sys.modules, name)  # as in another process
         linecache.clearcache()
         assert main(["sweep", *what.split(), *small.split()]) == wanted
-    assert "algorithms of your own differ" in capsys.readouterr().err
+    assert "differs in data, networks or algorithms of your own" in capsys.readouterr().err
 
 
 def test_the_command_tells_all_faults_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,6 +100,19 @@ def test_a_caption_says_what_when_on_what_and_how(results: Results) -> None:
     assert "Nothing of it was run" in tables.caption(STUDY, Results(results.path / "nothing"))
 
 
+def test_a_caption_names_the_rows_that_began_with_another_run_of_their_start(tmp_path: Path) -> None:
+    results, study = Results(tmp_path), paper.question()
+    rows = [cell for cell in study.cells if cell.block == "CIFAR-100, NIID-2"]
+    for cell in rows:
+        for seed in range(6):
+            other = (cell.row, seed) in {("plain noise", 0), ("plain noise", 4)} or cell.row == "FedAvg"
+            put(results, cell, seed, [0.5] * 70, loss=[2.0 + 0.1 * other] * 50 + [float(len(cell.row))] * 20)
+    assert tables.caption(study, results).endswith(
+        " From another run of their start than the others, with its own rounding: plain noise (CIFAR-100, NIID-2), "
+        "seeds 0, 4; FedAvg (CIFAR-100, NIID-2), all seeds."
+    )
+
+
 def test_markdown_latex_and_notes(results: Results) -> None:
     assert "| FedAvg | 40.00 ± 10.00 | 50.00 ± 10.00 | 41.00 ± 0.50 | +9.00 | +2.00 ± 2.48 |" in tables.markdown(
         STUDY, results

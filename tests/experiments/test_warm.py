@@ -68,10 +68,10 @@ def test_another_method_may_go_on(algorithm: Algorithm, start: Path, tmp_path: P
     ("changed", "words"),
     [
         ({"algorithm": VHL(virtual=10)}, "params are of another network, or of an algorithm with some of its own"),
-        ({"seed": 1}, "seed differ"),
-        ({"lr": 0.1}, "lr differ"),
+        ({"seed": 1}, "differs in seed"),
+        ({"lr": 0.1}, "differs in lr"),
         ({"rounds": 1}, "not finished, or longer"),
-        ({"beta": 0.5, "batch_size": 4}, "batch_size, beta differ"),
+        ({"beta": 0.5, "batch_size": 4}, "differs in batch_size, beta"),
     ],
 )
 def test_what_is_no_start_is_refused(changed: dict[str, Any], words: str, start: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedcog import tree
-from fedcog.layers.rows import AsMany, filled
+from fedcog.layers.rows import AsMany, accompanied, filled
 from fedcog.models import Model
 from fedcog.task import Task
 from fedcog.tree import Params, State
@@ -94,9 +94,10 @@ def objective(
 
     def loss(learnt: Params, batch: Params) -> Tensor:
         x = render(learnt)
+        seen = x if statistics else accompanied(x)
         with AsMany():
-            sure, strangeness = model.strangeness(teacher, x) if statistics else (model.predict(teacher, x), 0.0)
-            other = model.predict(student, x) if disagreement else sure
+            sure, strangeness = model.strangeness(teacher, seen) if statistics else (model.predict(teacher, seen), 0.0)
+            other = model.predict(student, seen) if disagreement else sure
         each = task.loss(filled(sure), filled(batch["y"]))
         if disagreement:
             each = each + disagreement * (1 - task.divergence(filled(sure), filled(other)))
@@ -122,7 +123,7 @@ def improve(loss: Loss, made: State, step: Tensor, recipe: Recipe, gradient: Gra
         learnt, labels = {"x": whole["x"].index_select(0, rows)}, labels.index_select(0, rows)
         mean, square = (tree.apply(lambda value: torch.where(step > 0, value, 0), state) for state in (mean, square))
         seen = made["shown"] // recipe.batch == turn
-    aside = {} if "x" in whole else {SHOWN: torch.zeros_like(made["trail"].sum(0))}
+    aside = {} if whole.keys() == {"x"} else {SHOWN: torch.zeros_like(made["trail"].sum(0))}
     slope, _ = gradient(loss, learnt | aside, {"y": labels, "shown": made["shown"]})
     now, count = slope.pop(SHOWN) if aside else whole["x"][made["shown"]], (step + 1).double()
     due = (made["marks"] == step)[:, None] & seen

@@ -158,6 +158,8 @@ def usable(generator: nn.Module, noise: int, input_shape: tuple[int, ...]) -> nn
             f"for noise of shape {(4, noise)} the generator gave {shown}, and inputs have shape {wanted}: change its "
             "last layer."
         )
+    if made.dtype != torch.float32:
+        raise ModelError(f"the generator gave {made.dtype}, and inputs are torch.float32: take the change out of it.")
     if not torch.equal(made.nan_to_num(), again.nan_to_num()):
         raise ModelError(
             "the generator does not make the same inputs of the same noise: it must draw random numbers of its own, or "

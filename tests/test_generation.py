@@ -85,13 +85,16 @@ def test_the_inputs_take_the_steps_of_torchs_adam() -> None:
     assert loss({"x": made}, {"y": labels}) < loss({"x": noise(5)}, {"y": labels})
 
 
+SIZES = {"cnn": 16, "small": 8}
+
+
 @functools.cache
-def learnt_from_digits(labels: tuple[int, ...]) -> Params:
+def learnt_from_digits(name: str, labels: tuple[int, ...]) -> Params:
     """The weights of a network that has learnt its digits well, in float32."""
     images, digits = load_digits(return_X_y=True)
     draw, few = torch.Generator().manual_seed(0), torch.tensor(np.flatnonzero(np.isin(digits, labels)))
     x, y = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 8 - 1, torch.tensor(digits)
-    x, module = F.interpolate(x, scale_factor=2), build("cnn", (1, 16, 16), 10, seed=0)
+    x, module = F.interpolate(x, size=2 * [SIZES[name]]), build(name, (1, SIZES[name], SIZES[name]), 10, seed=0)
     optimiser = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     for _ in range(300):
         some = few[torch.randint(len(few), (64,), generator=draw)]
@@ -102,12 +105,18 @@ def learnt_from_digits(labels: tuple[int, ...]) -> Params:
     return {name: value.detach() for name, value in module.named_parameters()}
 
 
-@pytest.mark.parametrize(("together", "batch"), [(False, 1), (False, 7), (True, 7)])
-def test_a_hundred_steps_on_a_network_that_is_sure_make_nothing_of_the_batch(together: bool, batch: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "together", "batch"),
+    [("cnn", False, 1), ("cnn", False, 7), ("cnn", True, 7), ("small", False, 1), ("small", True, 1)],
+)
+def test_a_hundred_steps_on_a_network_that_is_sure_make_nothing_of_the_batch(
+    name: str, together: bool, batch: int
+) -> None:
     """In float32 rounding is enlarged 1e5 times there, by ReLU and pooling, whose choices turn: it must be the same."""
-    model = Model(build("cnn", (1, 16, 16), 10, seed=0), (1, 16, 16), 10)
-    teacher, student = learnt_from_digits(tuple(range(10))), learnt_from_digits((0, 1, 2))
-    start = torch.randn(2, 17, 1, 16, 16, generator=torch.Generator().manual_seed(1))
+    shape = 1, SIZES[name], SIZES[name]
+    model = Model(build(name, shape, 10, seed=0), shape, 10)
+    teacher, student = learnt_from_digits(name, tuple(range(10))), learnt_from_digits(name, (0, 1, 2))
+    start = torch.randn(2, 17, *shape, generator=torch.Generator().manual_seed(1))
     whole = Recipe(steps=100, lr=0.01, betas=(0.5, 0.9), disagreement=0.1)
 
     def made(start: Tensor, recipe: Recipe, gradient: generation.Gradient, model: Model = model) -> Tensor:

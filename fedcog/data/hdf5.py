@@ -82,6 +82,8 @@ class Hdf5:
             raise Fault("corrupt", f"label_mapping: {error}") from error
         if not isinstance(found, dict) or not all(type(column) is int for column in found.values()):
             raise Fault("corrupt", "label_mapping does not say which column each label has")
+        if len({*found.values()}) < len(found):
+            raise Fault("corrupt", "label_mapping has two labels in one column")
         return {column: LABELS.index(label) for label, column in found.items() if label in LABELS}
 
     def _user(self, part: str, user: str, users: Any, columns: dict[int, int]) -> list[Entry | Fault]:

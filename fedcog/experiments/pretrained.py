@@ -104,10 +104,14 @@ def pretrain(
     if not isinstance(data, Dataset):
         kind = type(data).__name__
         raise DataError(f"a generator is pre-trained on a Dataset, not on {kind}: fedcog.from_arrays makes one.")
+    if steps < 1 or batch < 2:
+        raise ModelError(f"a generator learns in 1 step or more, of batches of 2 or more: not {steps}, of {batch}.")
+    generators.usable(generator, noise, data.input_shape)
+    if not any(value.requires_grad for value in generator.parameters()):
+        raise ModelError("the generator has no weights that could learn: there is nothing to pre-train.")
     Path(path).parent.mkdir(parents=True, exist_ok=True)  # now, not after a thousand steps
     channels = -1, *[1] * (data.train_x.dim() - 2)
     real = pictures.inputs(data.train_x, *(torch.tensor(one).reshape(channels) for one in (data.mean, data.std)))
-    generators.usable(generator, noise, data.input_shape)
     generator, draw = copy.deepcopy(generator).train(), torch.Generator().manual_seed(seed)
     adam, here = torch.optim.Adam(generator.parameters(), lr), next(generator.parameters()).device
     for _ in range(steps):
@@ -116,6 +120,8 @@ def pretrain(
         adam.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         adam.step()
+    if not all(bool(value.isfinite().all()) for value in generator.state_dict().values()):
+        raise ModelError(f"the generator has diverged, and was not saved: choose a smaller lr than {lr:g}.")
     save_file({name: value.clone() for name, value in generator.state_dict().items()}, path)
     return generator
 

@@ -19,6 +19,11 @@ def filled(x: Tensor) -> Tensor:
     return F.pad(x, (0,) * (2 * x.dim() - 1) + (-len(x) % ROWS,))
 
 
+def accompanied(x: Tensor) -> Tensor:
+    """x, or where it is one row two, the other of zeros: convolutions have a way of their own for a single image."""
+    return F.pad(x, (0,) * (2 * x.dim() - 1) + (1,)) if len(x) == 1 else x
+
+
 class AsMany(TorchFunctionMode):
     """Within it, linear layers take their rows filled up, however they are called."""
 

@@ -247,12 +247,38 @@ def test_what_a_network_lacks_is_said() -> None:
     assert len(Model(build("resnet18", (1, 8, 8), 4, seed=0), (1, 8, 8), 4).batch_norms) == 20
 
 
+class Doubled(nn.Linear):
+    """A generator in another precision."""
+
+    def forward(self, noise: torch.Tensor) -> torch.Tensor:
+        return super().forward(noise).reshape(-1, 1, 8, 8).double()
+
+
+class CalledX(nn.Module):
+    """A generator whose weights have the name that inputs have elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.ones(5, 64))
+
+    def forward(self, noise: torch.Tensor) -> torch.Tensor:
+        return (noise @ self.x).reshape(-1, 1, 8, 8)
+
+
+def test_the_weights_of_a_generator_may_have_any_name() -> None:
+    linear = nn.Sequential(nn.Linear(5, 64, bias=False), nn.Unflatten(1, (1, 8, 8)))
+    nn.init.ones_(linear[0].weight)
+    made = [extra(OWN, generator=generators.usable(one, 5, (1, 8, 8)))[2]["x"] for one in (CalledX(), linear)]
+    assert float((made[0] - made[1]).abs().max()) < 1e-9
+
+
 @pytest.mark.parametrize(
     ("generator", "why"),
     [
         (nn.Linear(5, 64), r"for noise of shape \(4, 5\) the generator gave \(4, 64\), and inputs .* \(4, 1, 8, 8\)"),
         (nn.Linear(6, 64), r"does not take noise of shape \(4, 5\).*Set fedcog.noise"),
         (nn.Linear, "is not an nn.Module: give an instance"),
+        (Doubled(5, 64), "gave torch.float64, and inputs are torch.float32"),
     ],
 )
 def test_generators_that_cannot_work_are_refused(generator: nn.Module, why: str) -> None:

@@ -561,6 +561,7 @@ def test_columns_mean_what_the_file_says(tmp_path: Path, published: Path) -> Non
         ("[]", "which column each label has"),
         ('{"art": "1"}', "which column each label has"),
         ("{", "label_mapping"),
+        (json.dumps(dict.fromkeys(LABELS, 3)), "two labels in one column"),
         (None, "label_mapping is missing"),
         (3, "label_mapping holds"),
     ],

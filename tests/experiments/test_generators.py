@@ -127,6 +127,23 @@ def test_what_is_no_data_set_is_said_before_anything_is_made(tmp_path: Path) -> 
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize(
+    ("generator", "options", "why"),
+    [
+        (conv(), {"batch": 1}, "batches of 2 or more: not 2, of 1"),
+        (conv(), {"steps": 0}, "in 1 step or more"),
+        (conv(), {"lr": 1e30}, "diverged, and was not saved"),
+        (conv().requires_grad_(False), {}, "no weights that could learn"),
+    ],
+)
+def test_what_cannot_be_pretrained_is_not_saved(
+    generator: nn.Module, options: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=why):
+        fedcog.pretrain(generator, sources.load("digits"), tmp_path / "made", **{"noise": 6, "steps": 2} | options)
+    assert not (tmp_path / "made").exists()
+
+
 @pytest.mark.parametrize("make", [conv, mine])
 def test_pretraining_makes_images_like_those_it_was_shown(make: Any, tmp_path: Path) -> None:
     digits, file = sources.load("digits"), tmp_path / "new" / "made.safetensors"

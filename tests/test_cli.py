@@ -285,7 +285,7 @@ def test_ctrl_c_finishes_the_round_and_says_how_to_go_on() -> None:
 def test_resume_keeps_the_settings_and_refuses_others(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", *FAST, "--out", "x", "--quiet"]) == 0
     assert main(["run", "--resume", "x", "--lr", "0.9"]) == 2
-    assert "belongs to another experiment: lr differ" in capsys.readouterr().err
+    assert "belongs to another experiment, which differs in lr" in capsys.readouterr().err
     assert main(["run", *FAST, "--out", "x"]) == 2
     assert "already holds a run" in capsys.readouterr().err
     assert main(["run", "--resume", "x"]) == 0

@@ -16,7 +16,9 @@ from torch import Tensor
 from fedcog.algorithms import Algorithm, FedCOG
 from fedcog.experiments.config import Experiment
 from fedcog.experiments.record import RecordError, RunDirectory
-from fedcog.experiments.report import page, partition_figure
+from fedcog.experiments.report import figures, page, partition_figure
+from fedcog.experiments.report.figures import Curve, curves_figure
+from fedcog.experiments.summary import Spread
 from tests.browser import ask, browser, look, said
 
 __all__ = ["browser"]
@@ -287,6 +289,17 @@ def test_no_run_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize(("last", "scale"), [(3.0, "linear"), (1e7, "log"), (0.0, "linear")])
+def test_a_run_that_diverges_does_not_flatten_the_others(last: float, scale: str) -> None:
+    calm = Curve("calm", [(round, Spread(1 / round, 0.1, 3)) for round in range(1, 5)], figures.look(0))
+    other = Curve("other", [*calm.points[:3], (4, Spread(last, last, 3))], figures.look(1))
+    drawn = curves_figure([calm, other], "training loss")
+    axes = drawn.figure.axes[0]
+    assert axes.get_yscale() == scale
+    assert "mathdefault" not in drawn
+    assert scale == "linear" or axes.get_ylim()[0] == pytest.approx(1 / 8)
+
+
 def test_partitions_are_shown_once_each_and_six_at_most(tmp_path: Path) -> None:
     shared = [record(tmp_path / f"s{seed}", [0.5], seed=seed) for seed in range(2)]
     assert page(shared).count("<summary>") == 1

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import statistics
 import textwrap
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from fedcog.experiments.summary import Spread
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#666666")  # Okabe and Ito's
 DASHES: tuple[tuple[float, ...], ...] = ((), (4, 1.5), (1.2, 1.2), (6, 1.5, 1.2, 1.5))
 HATCHES = ("", "////", "....", "xxxx")
+FLAT = 100  # times the middle value, from which on an axis is logarithmic
 INK, FAINT = "#333333", "#d9d9d9"
 STYLE: dict[Any, Any] = {
     "svg.hashsalt": "fedcog",
@@ -124,6 +126,11 @@ def curves_figure(
         elif percent:
             bottom, top = axes.get_ylim()
             axes.set_ylim(max(bottom, -2), min(top, 102))
+        elif least := _far_apart([spread.mean for line in lines for _, spread in line.points]):
+            axes.set_yscale("log", nonpositive="clip")
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("")
+            axes.set_ylim(bottom=least / 2)
         axes.grid(axis="y")
         axes.set_xlabel(axis)
         axes.set_ylabel(label)
@@ -260,6 +267,12 @@ def drawing_of(size: tuple[float, float], about: str) -> Iterator[Drawing]:
 def stroke(look: Look) -> dict[str, Any]:
     """How a line of that look is drawn."""
     return {"color": look.colour, "linestyle": (0, look.dashes) if look.dashes else "-", "linewidth": 1.7}
+
+
+def _far_apart(values: Sequence[float]) -> float:
+    """The least of some positive values, if the largest would flatten the others: a run that diverges; 0 if not."""
+    least = min(values, default=0.0)
+    return least if least > 0 and max(values) > FLAT * statistics.median(values) else 0.0
 
 
 def _sparse(axes: Axes, side: str, names: Sequence[str], inches: float, each: float) -> None:

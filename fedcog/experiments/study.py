@@ -35,10 +35,8 @@ class Start(NamedTuple):
 
 def dormant(method: Algorithm, rounds: int = WARM, evaluate_every: int = 1) -> Start:
     """A start that FedCOG's runs and the bare method's share: the method, with FedCOG asleep around it."""
-    asleep = FedCOG(
-        method, start_round=rounds, weighting="balanced"
-    )  # which does nothing yet, but keys of results know
-    return Start(asleep, rounds, evaluate_every)
+    # Asleep it weighs nothing yet, but results are kept under keys that know its weighting.
+    return Start(FedCOG(method, start_round=rounds, weighting="balanced"), rounds, evaluate_every)
 
 
 class Cell(NamedTuple):

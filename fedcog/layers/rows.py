@@ -14,14 +14,14 @@ from torch.overrides import TorchFunctionMode
 ROWS = 16  # a multiple of what the widest CPUs of today take at once
 
 
-def filled(x: Tensor) -> Tensor:
-    """x [rows, ...] with rows of zeros behind it, up to a multiple of ROWS."""
-    return F.pad(x, (0,) * (2 * x.dim() - 1) + (-len(x) % ROWS,))
+def filled(x: Tensor, multiple: int = ROWS) -> Tensor:
+    """x [rows, ...] with rows of zeros behind it, up to a multiple of so many."""
+    return F.pad(x, (0,) * (2 * x.dim() - 1) + (-len(x) % multiple,))
 
 
 def accompanied(x: Tensor) -> Tensor:
     """x, or where it is one row two, the other of zeros: convolutions have a way of their own for a single image."""
-    return F.pad(x, (0,) * (2 * x.dim() - 1) + (1,)) if len(x) == 1 else x
+    return filled(x, 2) if len(x) == 1 else x
 
 
 class AsMany(TorchFunctionMode):

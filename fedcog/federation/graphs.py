@@ -10,6 +10,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -108,11 +109,30 @@ class Layout:
             place.copy_(given)
 
 
+class Pool:
+    """Memory for what recordings need while they play: nothing of it outlives a step, so all of them share it."""
+
+    def __init__(self) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+
+    @staticmethod
+    def here() -> "Pool":
+        """The current GPU's, for as long as somebody has recordings in it."""
+        device = torch.cuda.current_device()
+        pool = _pools.get(device)
+        if pool is None:
+            pool = _pools[device] = Pool()
+        return pool
+
+
+_pools: WeakValueDictionary[int, Pool] = WeakValueDictionary()
+
+
 class Recording:
     """A step captured as CUDA graphs, of many steps and of one, ready to be played."""
 
     def __init__(self, layout: Layout, run: Callable[..., object]) -> None:
-        self._layout, self._pool = layout, torch.cuda.graph_pool_handle()
+        self._layout, self._pool = layout, Pool.here()
         aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
@@ -125,7 +145,7 @@ class Recording:
 
     def _capture(self, run: Callable[..., object], size: int) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool.handle):
             for _ in range(size):
                 run(*self._layout.tensors)
         return graph

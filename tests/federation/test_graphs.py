@@ -160,6 +160,38 @@ def test_parts_of_a_cohort_come_to_the_whole(limit: int) -> None:
 
 @pytest.mark.gpu
 @GPU
+def test_recordings_share_the_memory_they_play_in() -> None:
+    """What one needs while it plays is nobody's afterwards: two large steps take the room of one, in any order."""
+
+    def step(state: State, fixed: State) -> State:
+        wide = state["x"][:, None] * fixed["y"]  # 64 MiB and more, on the way to 16 KiB
+        return {"x": (wide.sin().cumsum(1) * wide.cos()).sum(1) / fixed["y"].numel()}
+
+    given = [
+        ({"x": torch.rand(4096, device="cuda")}, {"y": torch.rand(width, device="cuda")}) for width in (4096, 4095)
+    ]
+    both = [graphs.Graphs(fuse=False) for _ in given]
+    torch.cuda.empty_cache()
+    taken = [torch.cuda.memory_reserved()]
+    for one, (state, fixed) in zip(both, given, strict=True):
+        one.repeat(step, "", state, fixed, 3)
+        torch.cuda.empty_cache()
+        taken.append(torch.cuda.memory_reserved())
+    assert taken[2] - taken[1] < (taken[1] - taken[0]) / 4
+    for turn in (0, 1, 0, 0, 1):
+        state, fixed = given[turn]
+        played = both[turn].repeat(step, "", state, fixed, 17)["x"]
+        assert torch.equal(played, graphs.in_turn(step, "", state, fixed, 17)["x"])
+    both.clear()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() < taken[1]
+    assert torch.equal(
+        graphs.Graphs(fuse=False).repeat(step, "", *given[0], 3)["x"], graphs.in_turn(step, "", *given[0], 3)["x"]
+    )
+
+
+@pytest.mark.gpu
+@GPU
 def test_a_round_reads_the_device_once() -> None:
     small = Small(FedAvg(), "graph", device="cuda", rounds=3, dtype=torch.float32)
     rounds = []

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedcog import tree
-from fedcog.layers.rows import AsMany, accompanied, filled
+from fedcog.layers.rows import accompanied, filled
 from fedcog.models import Model
 from fedcog.task import Task
 from fedcog.tree import Params, State
@@ -91,13 +91,13 @@ def objective(
     `statistics` weighs, how strange a batch is to the teacher's BatchNorm, is of the batch and counts for all in it.
     Nor does the batch decide about rounding, which steps of an optimiser would enlarge: see `fedcog.layers.rows`.
     """
+    model = model.steady
 
     def loss(learnt: Params, batch: Params) -> Tensor:
         x = render(learnt)
         seen = x if statistics else accompanied(x)
-        with AsMany():
-            sure, strangeness = model.strangeness(teacher, seen) if statistics else (model.predict(teacher, seen), 0.0)
-            other = model.predict(student, seen) if disagreement else sure
+        sure, strangeness = model.strangeness(teacher, seen) if statistics else (model.predict(teacher, seen), 0.0)
+        other = model.predict(student, seen) if disagreement else sure
         each = task.loss(filled(sure), filled(batch["y"]))
         if disagreement:
             each = each + disagreement * (1 - task.divergence(filled(sure), filled(other)))

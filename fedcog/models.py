@@ -60,7 +60,7 @@ class Model:
         self.buffers: Params = {name: value.contiguous() for name, value in moved.items()}
         self._train = copy.deepcopy(module).requires_grad_(False).train()
         self._eval = copy.deepcopy(module).requires_grad_(False).eval()
-        self._side_by_side = False
+        self._side_by_side = self._steady = False
         self._reduced: torch.dtype | None = None
         self._held: dict[float, Params] = {}
 
@@ -187,13 +187,20 @@ class Model:
 
     def layers(self) -> contextlib.AbstractContextManager[Layers | None]:
         """Within it, layers of any network are as those of this one: made for many models at once, or torch's own."""
-        return Layers() if self._side_by_side else contextlib.nullcontext()
+        return Layers(self._steady) if self._side_by_side or self._steady else contextlib.nullcontext()
 
     @property
     def side_by_side(self) -> "Model":
         """The same network with layers made for many models at once: for use under vmap."""
         other = copy.copy(self)
         other._side_by_side = True
+        return other
+
+    @property
+    def steady(self) -> "Model":
+        """The same network, in which an example's numbers do not hang on how many there are beside it."""
+        other = copy.copy(self)
+        other._steady = True
         return other
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Model":

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from fedcog.layers.convolution import convolution
 from fedcog.layers.pooling import TAPS, max_pool
+from fedcog.layers.rows import filled
 
 Ints = Sequence[int]
 
@@ -20,10 +21,13 @@ class Layers(TorchFunctionMode):
     """Within it, 2-d convolutions of one group, max pooling and batch normalisation are ours, however they are called.
 
     Running statistics are not written over: what becomes of each is found in `renewed`, by the id of the old tensor.
+    If they are `steady`, what linear layers and convolutions make of an example is the same to the last bit however
+    many there are beside it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, steady: bool = False) -> None:
         super().__init__()
+        self.steady = steady
         self.renewed: dict[int, Tensor] = {}
 
     def __torch_function__(
@@ -31,7 +35,9 @@ class Layers(TorchFunctionMode):
     ) -> Any:
         """Any call of torch."""
         if func is torch.conv2d:
-            return _conv2d(*args, **(kwargs or {}))
+            return _conv2d(self.steady, *args, **(kwargs or {}))
+        if func is F.linear and self.steady:
+            return _linear(*args, **(kwargs or {}))
         if func in (F.max_pool2d, torch.max_pool2d) and _traced() and not _forward_mode():
             return _max_pool2d(func, *args, **(kwargs or {}))  # eagerly, torch's one kernel is the faster
         if func is F.batch_norm:
@@ -39,7 +45,18 @@ class Layers(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A linear layer that is steady: a convolution of images of one pixel, or of as many rows as leave nothing over."""
+    rows = input.reshape(-1, input.shape[-1])
+    if _worthwhile(input):
+        made = _conv2d(True, rows[:, :, None, None], weight[:, :, None, None], bias)[:, :, 0, 0]
+    else:
+        made = F.linear(filled(rows), weight, bias)[: len(rows)]
+    return made.reshape(*input.shape[:-1], len(weight))
+
+
 def _conv2d(
+    steady: bool,
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -56,7 +73,7 @@ def _conv2d(
     if reduced:  # torch's own would do so by itself
         dtype = torch.get_autocast_dtype(input.device.type)
         input, weight = input.to(dtype), weight.to(dtype)
-    y = convolution(input, weight, _pair(stride), _pair(padding), _pair(dilation))
+    y = convolution(input, weight, _pair(stride), _pair(padding), _pair(dilation), steady)
     return y if bias is None else y + bias[:, None, None]
 
 

@@ -11,9 +11,12 @@ from fedcog.layers.operators import convolve, convolve_input, convolve_weight
 Ints = Sequence[int]
 
 
-def convolution(x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
-    """The convolution of x [batch, channels, height, width] with w [outputs, channels, rows, columns]."""
-    found: Tensor = Output.apply(x, w, stride, padding, dilation)  # type: ignore[no-untyped-call]
+def convolution(x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints, steady: bool = False) -> Tensor:
+    """The convolution of x [batch, channels, height, width] with w [outputs, channels, rows, columns].
+
+    If it is steady, an example's numbers are the same to the last bit however many there are beside it.
+    """
+    found: Tensor = Output.apply(x, w, stride, padding, dilation, steady)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -72,7 +75,7 @@ class Output(_Rule):
         (x, w), rest, (left, right, *_) = ctx.saved_tensors, ctx.numbers, ctx.needs_input_grad
         by_x = Input.apply(g, w, x.shape[-2:], *rest) if left else None  # type: ignore[no-untyped-call]
         by_w = Weight.apply(g, x, w.shape[-2:], *rest) if right else None  # type: ignore[no-untyped-call]
-        return by_x, by_w, None, None, None
+        return by_x, by_w, None, None, None, None
 
 
 class Input(_Rule):
@@ -96,7 +99,7 @@ class Input(_Rule):
         (g, w), (_, *rest), (left, right, *_) = ctx.saved_tensors, ctx.numbers, ctx.needs_input_grad
         by_g = Output.apply(slope, w, *rest) if left else None  # type: ignore[no-untyped-call]
         by_w = Weight.apply(g, slope, w.shape[-2:], *rest) if right else None  # type: ignore[no-untyped-call]
-        return by_g, by_w, None, None, None, None
+        return by_g, by_w, None, None, None, None, None
 
 
 class Weight(_Rule):
@@ -121,4 +124,4 @@ class Weight(_Rule):
         (g, x), (_, *rest), (left, right, *_) = ctx.saved_tensors, ctx.numbers, ctx.needs_input_grad
         by_g = Output.apply(x, slope, *rest) if left else None  # type: ignore[no-untyped-call]
         by_x = Input.apply(g, slope, x.shape[-2:], *rest) if right else None  # type: ignore[no-untyped-call]
-        return by_g, by_x, None, None, None, None
+        return by_g, by_x, None, None, None, None, None

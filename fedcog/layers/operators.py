@@ -31,21 +31,25 @@ Ints = Sequence[int]
 
 
 @custom_op("fedcog::convolve", mutates_args=())
-def convolve(x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
+def convolve(x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints, steady: bool) -> Tensor:
     """The convolution of every model's x with its w."""
-    return _best("output", x, w, _of_output(x, w, stride, padding, dilation))
+    return _best("output", x, w, _of_output(x, w, stride, padding, dilation), steady)
 
 
 @custom_op("fedcog::convolve_input", mutates_args=())
-def convolve_input(g: Tensor, w: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
+def convolve_input(
+    g: Tensor, w: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints, steady: bool
+) -> Tensor:
     """Every model's gradient by an input of height and width `size`, from its gradient `g` by the output."""
-    return _best("input", g, w, _of_input(g, w, size, stride, padding, dilation))
+    return _best("input", g, w, _of_input(g, w, size, stride, padding, dilation), steady)
 
 
 @custom_op("fedcog::convolve_weight", mutates_args=())
-def convolve_weight(g: Tensor, x: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
+def convolve_weight(
+    g: Tensor, x: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints, steady: bool
+) -> Tensor:
     """Every model's gradient by a weight of `size` rows and columns, from its gradient `g` by the output."""
-    return _best("weight", g, x, _of_weight(g, x, size, stride, padding, dilation))
+    return _best("weight", g, x, _of_weight(g, x, size, stride, padding, dilation), steady)
 
 
 def grouped(kind: str, one: Tensor, other: Tensor, shape: Shape) -> Tensor:
@@ -90,14 +94,20 @@ def _of_weight(g: Tensor, x: Tensor, size: Ints, *rest: Ints) -> Shape:
     return Shape(*x.shape, g.shape[2], *size, *_pairs(*rest))  # type: ignore[call-arg]
 
 
-def _best(kind: str, one: Tensor, other: Tensor, shape: Shape) -> Tensor:
-    """The convolution or gradient of `kind`, computed in the way that is fastest for the shape."""
+def _best(kind: str, one: Tensor, other: Tensor, shape: Shape, steady: bool) -> Tensor:
+    """The convolution or gradient of `kind`, computed in the way that is fastest for the shape.
+
+    What is to be steady is computed in the first of our own, which is one for all batches and adds up an example's
+    terms in one order.
+    """
     if kernels is None and one.device.type == "cuda":
         warnings.warn("without Triton, convolutions run one kernel a client: pip install triton.", stacklevel=2)
     case, launches = _launches(kind, one, other, shape)
     plain = functools.partial(grouped, kind, one, other, shape)
     if not launches:
         return plain()
+    if steady:
+        return next(iter(launches.values()))()
     ways: dict[str, Callable[[], Tensor]] = {"torch": plain, **launches}
     return ways[tuning.fastest(case, ways)]()
 
@@ -118,11 +128,11 @@ def _launches(kind: str, one: Tensor, other: Tensor, shape: Shape) -> tuple[str,
     return case, ways
 
 
-def _foresee(kind: str, one: Tensor, other: Tensor, shape: Shape) -> None:
+def _foresee(kind: str, one: Tensor, other: Tensor, shape: Shape, steady: bool) -> None:
     """Have compiled what will be tried: whoever traces is about to compute."""
     case, launches = _launches(kind, one, other, shape)
-    if launches and not tuning.known(case):
-        for launch in launches.values():
+    if launches and (steady or not tuning.known(case)):
+        for launch in list(launches.values())[: 1 if steady else None]:
             ahead.begin(one.device, launch.func, *launch.args)
 
 
@@ -130,19 +140,19 @@ def _foresee(kind: str, one: Tensor, other: Tensor, shape: Shape) -> None:
 
 
 @convolve.register_fake
-def _(x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
+def _(x: Tensor, w: Tensor, stride: Ints, padding: Ints, dilation: Ints, steady: bool) -> Tensor:
     shape = _of_output(x, w, stride, padding, dilation)
-    _foresee("output", x, w, shape)
+    _foresee("output", x, w, shape, steady)
     return x.new_empty((*x.shape[:2], w.shape[1], *shape.out))
 
 
 @convolve_input.register_fake
-def _(g: Tensor, w: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
-    _foresee("input", g, w, _of_input(g, w, size, stride, padding, dilation))
+def _(g: Tensor, w: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints, steady: bool) -> Tensor:
+    _foresee("input", g, w, _of_input(g, w, size, stride, padding, dilation), steady)
     return g.new_empty((*g.shape[:2], w.shape[2], *size))
 
 
 @convolve_weight.register_fake
-def _(g: Tensor, x: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
-    _foresee("weight", g, x, _of_weight(g, x, size, stride, padding, dilation))
+def _(g: Tensor, x: Tensor, size: Ints, stride: Ints, padding: Ints, dilation: Ints, steady: bool) -> Tensor:
+    _foresee("weight", g, x, _of_weight(g, x, size, stride, padding, dilation), steady)
     return g.new_empty((len(g), g.shape[2], x.shape[2], *size))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedcog import tree
-from fedcog.layers.rows import accompanied, filled
+from fedcog.layers.rows import ROWS, accompanied, filled
 from fedcog.models import Model
 from fedcog.task import Task
 from fedcog.tree import Params, State
@@ -91,16 +91,16 @@ def objective(
     `statistics` weighs, how strange a batch is to the teacher's BatchNorm, is of the batch and counts for all in it.
     Nor does the batch decide about rounding, which steps of an optimiser would enlarge: see `fedcog.layers.rows`.
     """
-    model = model.steady
+    model, rows = model.steady, -(-number // ROWS) * ROWS
 
     def loss(learnt: Params, batch: Params) -> Tensor:
         x = render(learnt)
         seen = x if statistics else accompanied(x)
         sure, strangeness = model.strangeness(teacher, seen) if statistics else (model.predict(teacher, seen), 0.0)
         other = model.predict(student, seen) if disagreement else sure
-        each = task.loss(filled(sure), filled(batch["y"]))
+        each = task.loss(filled(sure, rows), filled(batch["y"], rows))
         if disagreement:
-            each = each + disagreement * (1 - task.divergence(filled(sure), filled(other)))
+            each = each + disagreement * (1 - task.divergence(filled(sure, rows), filled(other, rows)))
         whole = (each[: len(x)] + statistics * strangeness).sum() / number
         return whole + (learnt[SHOWN] * x[batch["shown"]].detach()).sum() if SHOWN in learnt else whole
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from fedcog import generation, generators
+from fedcog.federation import graphs
 from fedcog.federation.course import autograd, functional
 from fedcog.generation import Recipe
 from fedcog.models import Model, build
@@ -132,6 +133,44 @@ def test_a_hundred_steps_on_a_network_that_is_sure_make_nothing_of_the_batch(
         return made(start[0], recipe, autograd)
 
     assert float((of(whole._replace(batch=batch)) - of(whole)).abs().max()) < 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["cnn", "small"])
+def test_nor_do_they_on_a_gpu(name: str) -> None:
+    """Recorded and fused, where kernels are chosen by the shapes they are for."""
+    shape = 1, SIZES[name], SIZES[name]
+    model = Model(build(name, shape, 10, seed=0), shape, 10).to(torch.device("cuda"), torch.float32).side_by_side
+    teacher, student = (
+        {key: value.cuda() for key, value in learnt_from_digits(name, labels).items()}
+        for labels in (tuple(range(10)), (0, 1, 2))
+    )
+    students = {key: torch.stack([value, 1.02 * value]) for key, value in student.items()}
+    start = torch.randn(2, 17, *shape, generator=torch.Generator().manual_seed(1)).cuda()
+    labels = torch.arange(17).cuda() % 10
+
+    def made(batch: int) -> Tensor:
+        recipe = Recipe(steps=100, lr=0.01, betas=(0.5, 0.9), disagreement=0.1, batch=batch)
+
+        def step(state: State, fixed: State) -> State:
+            def one(made: State, student: Params) -> State:
+                loss = generation.objective(SingleLabel(10), model, fixed["teacher"], student, 0.1, 17)
+                return generation.improve(loss, made, state["step"], recipe, functional)
+
+            return {"made": vmap(one)(state["made"], fixed["students"]), "step": state["step"] + 1}
+
+        begun = vmap(lambda x: generation.begin({"x": x}, labels, recipe))(start)
+        state = {"made": begun, "step": torch.zeros((), dtype=torch.int64, device="cuda")}
+        fixed = {"teacher": teacher, "students": students}
+        found: Tensor = graphs.Graphs().repeat(step, "", state, fixed, recipe.length(17))["made"]["learnt"]["x"]
+        return found
+
+    with torch.no_grad():
+        whole = made(0)
+        assert float((whole - start).abs().max()) > 0.1
+        for batch in (1, 3, 7):
+            assert float((made(batch) - whole).abs().max()) < 1e-4
 
 
 @pytest.mark.parametrize("batch", [1, 2, 7])

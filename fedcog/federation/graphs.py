@@ -31,8 +31,13 @@ OPTIONS = {
     "triton.coalesce_tiling_analysis": False,
     "shape_padding": False,
     "loop_ordering_after_fusion": False,
+    "emulate_precision_casts": True,
 }
-"""Of torch's compiler: graphs are recorded here, and what is left out takes seconds for a few microseconds a step."""
+"""Of torch's compiler: graphs are recorded here, and what is left out takes seconds for a few microseconds a step.
+
+The last one keeps a product and a sum apart that happen to be in one kernel: what is fused with what is no matter of
+rounding.
+"""
 
 
 def get_ready() -> None:
@@ -214,7 +219,8 @@ def fused(layout: Layout) -> Callable[..., object]:
     from torch._inductor.compile_fx import compile_fx_inner
 
     graph, tensors = layout.traced()
-    with config.patch(OPTIONS), tracing(TracingContext(tensors[0].fake_mode)), warnings.catch_warnings():
+    options = {name: value for name, value in OPTIONS.items() if hasattr(config, name)}  # a torch may not have all
+    with config.patch(options), tracing(TracingContext(tensors[0].fake_mode)), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that TF32 is off: it is on purpose
         compiled = compile_fx_inner(graph, tensors)
     ahead.finish()

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from fedcog.layers.convolution import convolution
 from fedcog.layers.pooling import TAPS, max_pool
-from fedcog.layers.rows import filled
+from fedcog.layers.rows import even
 
 Ints = Sequence[int]
 
@@ -46,12 +46,13 @@ class Layers(TorchFunctionMode):
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A linear layer that is steady: a convolution of images of one pixel, or of as many rows as leave nothing over."""
+    """A linear layer that is steady: a convolution of images of one pixel, or a product that leaves nothing over."""
     rows = input.reshape(-1, input.shape[-1])
     if _worthwhile(input):
         made = _conv2d(True, rows[:, :, None, None], weight[:, :, None, None], bias)[:, :, 0, 0]
     else:
-        made = F.linear(filled(rows), weight, bias)[: len(rows)]
+        made = F.linear(even(rows), even(weight))[: len(rows), : len(weight)]
+        made = made if bias is None else made + bias
     return made.reshape(*input.shape[:-1], len(weight))
 
 
@@ -66,6 +67,8 @@ def _conv2d(
     groups: int = 1,
 ) -> Tensor:
     padding = 0 if padding == "valid" else padding
+    if steady and groups == 1 and not _worthwhile(input) and _pixel_by_pixel(input, weight, stride, padding):
+        return _linear(input.movedim(1, -1), weight[:, :, 0, 0], bias).movedim(-1, 1)  # and so it is computed
     reduced = torch.is_autocast_enabled(input.device.type)
     fits = bias is None or (bias.shape == weight.shape[:1] and (reduced or bias.dtype == weight.dtype))
     if groups != 1 or isinstance(padding, str) or input.dim() != 4 or not fits or not _worthwhile(input):
@@ -75,6 +78,12 @@ def _conv2d(
         input, weight = input.to(dtype), weight.to(dtype)
     y = convolution(input, weight, _pair(stride), _pair(padding), _pair(dilation), steady)
     return y if bias is None else y + bias[:, None, None]
+
+
+def _pixel_by_pixel(input: Tensor, weight: Tensor, stride: int | Ints, padding: int | Ints | str) -> bool:
+    """Is a convolution a matrix product of every pixel's channels?"""
+    whole = padding == "same" or (not isinstance(padding, str) and not any(_pair(padding)))
+    return input.dim() == 4 and weight.shape[2:] == (1, 1) and _pair(stride) == [1, 1] and whole
 
 
 def _max_pool2d(func: Callable[..., Any], input: Tensor, *args: Any, **kwargs: Any) -> Any:

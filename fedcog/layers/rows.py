@@ -15,6 +15,12 @@ def filled(x: Tensor, multiple: int = ROWS) -> Tensor:
     return F.pad(x, (0,) * (2 * x.dim() - 1) + (-len(x) % multiple,))
 
 
+def even(matrix: Tensor) -> Tensor:
+    """A matrix with zeros behind its rows and its columns: sums of its products leave nothing over either."""
+    rows, columns = matrix.shape
+    return F.pad(matrix, (0, -columns % ROWS, 0, -rows % ROWS))
+
+
 def accompanied(x: Tensor) -> Tensor:
     """x, or where it is one row two, the other of zeros: convolutions have a way of their own for a single image."""
     return filled(x, 2) if len(x) == 1 else x

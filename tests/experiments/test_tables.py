@@ -1,11 +1,16 @@
 """Results beside the paper's: means, differences and intervals checked by pencil; what is not there says so."""
 
+import itertools
 import math
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
 
 from fedcog.algorithms import Algorithm, FedCOG, FedProx
 from fedcog.experiments import findings, paper, tables
@@ -56,6 +61,19 @@ def test_means_deviations_and_differences(results: Results) -> None:
     assert rows["FedCOG"] == ["42.00 ± 11.00", "42.00 ± 11.00", "", "", ""]
     assert rows["FedProx"] == ["not run", "not run", "", "", ""]
     assert second.rows == [["FedAvg", "not run", "not run", "12.00", "", ""]]
+
+
+@given(st.lists(st.integers(-4, 4), min_size=1, max_size=9))
+def test_the_test_counts_all_ways_to_sign_the_gaps(whole: list[int]) -> None:
+    gaps = [0.7 + 0.01 * gap - 0.7 for gap in whole]  # as accuracies are: alike, but for rounding
+    some = np.array([gap for gap in whole if gap])
+    ranks = stats.rankdata(np.abs(some))
+    sums = [ranks[np.array(signs, dtype=bool)].sum() for signs in itertools.product((0, 1), repeat=len(some))]
+    found = ranks[some > 0].sum()
+    far = min(sum(one <= found for one in sums), sum(one >= found for one in sums))
+    assert findings.signed_rank(gaps) == pytest.approx(min(1.0, 2 * far / len(sums)))
+    if len(some) == len(whole) == len(set(np.abs(some))):
+        assert findings.signed_rank(gaps) == pytest.approx(stats.wilcoxon(gaps, method="exact").pvalue)
 
 
 def test_a_test_only_from_six_pairs_on() -> None:

@@ -163,3 +163,36 @@ def test_a_layer_called_twice_moves_its_statistics_twice() -> None:
     apart, together = (Small(FedAvg(), mapping, module=Twice()) for mapping in ("loop", "vmap"))  # type: ignore[arg-type]
     together.server = apart.server
     assert worst(apart.everything(), together.everything()) < 1e-9
+
+
+@pytest.mark.parametrize("shape", [(5,), (1, 5), (7, 5), (2, 3, 5)])
+def test_a_steady_linear_layer_is_torchs_on_any_number_of_axes(shape: tuple[int, ...]) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, w, b = (torch.randn(size, generator=draw, dtype=torch.float64) for size in (shape, (4, 5), (4,)))
+    with Layers(steady=True):
+        plain, named = F.linear(x, w, b), F.linear(input=x, weight=w)
+    assert plain.shape == (*shape[:-1], 4)
+    same(plain, F.linear(x, w, b))
+    same(named, F.linear(x, w))
+
+
+@pytest.mark.parametrize("outputs", [2, 10, 84])
+@pytest.mark.parametrize("inputs", [5, 84, 243])
+def test_a_steady_linear_layer_makes_the_same_of_a_row_in_any_company(outputs: int, inputs: int) -> None:
+    """To the last bit, and so does its gradient."""
+    if layers._worthwhile(torch.zeros(())):
+        pytest.skip("on a CPU the rules for a GPU compute with torch's kernels, which are not steady")
+    draw = torch.Generator().manual_seed(0)
+    x, w, slope = (torch.randn(size, generator=draw) for size in ((40, inputs), (outputs, inputs), (40, outputs)))
+
+    def both(some: slice) -> list[Tensor]:
+        own = x[some].clone().requires_grad_()
+        with Layers(steady=True):
+            y = F.linear(own, w)
+        return [y.detach(), *torch.autograd.grad(y, own, slope[some])]
+
+    whole = both(slice(None))
+    for size in (1, 3, 7, 20):
+        for start in range(0, 40, size):
+            some = slice(start, start + size)
+            assert all(torch.equal(part, all[some]) for part, all in zip(both(some), whole, strict=True))

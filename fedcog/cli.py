@@ -441,7 +441,8 @@ def _theory(options: argparse.Namespace, rest: list[str]) -> int:
     networks: list[theory.Network] = ["linear", "mlp"] if options.network == "both" else [options.network]
     with surroundings(1):  # of numbers so few, one thread makes short work
         for network in networks:
-            console.theory(theory.measure(network, sources.load("digits"), plan, options.lr), plan)
+            found = theory.measure(network, sources.load("digits"), plan, options.lr)
+            console.theory(found, plan, options.style)
     return 0
 
 

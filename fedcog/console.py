@@ -411,12 +411,11 @@ def data_sets(data_dir: str | None) -> None:
     _out.print(table)
 
 
-def theory(found: Finding, plan: Theory) -> None:
+def theory(found: Finding, plan: Theory, style: Style) -> None:
     """The theorem's constants, its largest step and its bound, beside what was measured."""
     known, convex = found.constants, found.network == "linear"
     what = "linear model (convex)" if convex else "small network"
     title = f"{what}: {plan.rounds} rounds of {plan.steps} steps, {plan.clients} clients of two classes of digits"
-    table = Table("", "", "", title=title, title_justify="left", show_header=False)
     admitted = known.largest_step(plan.steps)
     over = "" if found.lr <= admitted * (1 + 1e-9) else ", more than is admitted: the bound need not hold"
     rows = {
@@ -432,9 +431,15 @@ def theory(found: Finding, plan: Theory) -> None:
         "Q": (found.distilled, "the distillation term at a round's start; the lemma has it at 0"),
         "rises": (found.rises, "of the loss when inputs are renewed; the lemma forbids them"),
     }
-    for name, (value, words) in rows.items():
-        table.add_row(name, f"{value:.4g}", words)
-    _out.print(table)
+    if style == "plain":
+        say(title, style)
+        for name, (value, words) in rows.items():
+            say(f"{name}: {value:.4g}, {words}", style)
+    elif style != "quiet":
+        table = Table("", "", "", title=title, title_justify="left", show_header=False)
+        for name, (value, words) in rows.items():
+            table.add_row(name, f"{value:.4g}", words)
+        _out.print(table)
 
 
 def partition(counts: Tensor, classes: Sequence[str], noun: str = "examples") -> None:

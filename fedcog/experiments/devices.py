@@ -24,7 +24,8 @@ def read(
         own = settings.settings(type(layer))
         known |= {f"{name}.{key}": own[key] for key in layer.local if key in own}
     found, faults = list[Device](), list[str]()
-    for part in filter(str.strip, re.split(r"[;\n]", re.sub(r"#.*", "", text))):
+    told = re.sub(r"#.*", "", text).strip()
+    for part in filter(str.strip, re.split(r"[;\n]", told)):
         name, colon, words = (piece.strip() for piece in part.partition(":"))
         if not colon or not name or "=" in name:
             faults.append(f"devices: '{part.strip()}' must begin with a name and a colon, as in phone: clients=6.")
@@ -58,6 +59,8 @@ def read(
             own = {key.rpartition(".")[2]: value for key, value in values.items() if key.startswith(f"{layer_name}.")}
             changes |= {type(layer): own} if own else {}
         found.append(Device(name, values["clients"], values.get("local_steps"), values.get("local_epochs"), changes))
+    if told and not found and not faults:
+        faults.append(f"devices: there is no kind of them in '{told}'; it is written as phone: clients=6.")
     names = [device.name for device in found]
     faults += [f"devices: two kinds are called {name}." for name in {*names} if names.count(name) > 1]
     total = sum(device.clients for device in found)

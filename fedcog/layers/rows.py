@@ -10,7 +10,7 @@ from torch import Tensor
 ROWS = 16  # a multiple of what the widest CPUs of today take at once
 
 
-def filled(x: Tensor, multiple: int = ROWS) -> Tensor:
+def filled(x: Tensor, multiple: int) -> Tensor:
     """x [rows, ...] with rows of zeros behind it, up to a multiple of so many."""
     return F.pad(x, (0,) * (2 * x.dim() - 1) + (-len(x) % multiple,))
 

@@ -77,6 +77,10 @@ def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["theory", *few, "--lr", "5"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "largest step" in text and "more than is admitted" in text
+    assert main(["theory", *few, "--plain"]) == 0
+    text = capsys.readouterr().out
+    assert "\nlargest step: 0." in text and text.isascii()
+    assert main(["theory", *few, "--quiet"]) == 0 and not capsys.readouterr().out
     assert main(["theory", "--rounds", "0", "--lr", "-1"]) == 2
     fault = capsys.readouterr().err
     assert "rounds needs a whole number" in fault and "lr needs a number" in fault

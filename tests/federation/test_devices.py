@@ -268,6 +268,7 @@ def test_devices_are_read_from_a_text() -> None:
     ("text", "fault"),
     [
         ("phone clients=4", "'phone clients=4' must begin with a name and a colon"),
+        (" ;; # nobody", "there is no kind of them in ';;'"),
         ("phone: clients=4 heterofl.widht=1", "unknown setting 'heterofl.widht': did you mean heterofl.width?"),
         ("phone: clients=4 heterofl.width=2", "phone: heterofl.width needs a number > 0 and <= 1, not 2.0."),
         ("phone: clients=4 local_steps=many", "phone: local_steps needs a whole number >= 1, not 'many'."),

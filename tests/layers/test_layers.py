@@ -174,6 +174,8 @@ def test_a_steady_linear_layer_is_torchs_on_any_number_of_axes(shape: tuple[int,
     assert plain.shape == (*shape[:-1], 4)
     same(plain, F.linear(x, w, b))
     same(named, F.linear(x, w))
+    with Layers(steady=True), pytest.raises(RuntimeError, match=r"shapes cannot be multiplied|size mismatch"):
+        F.linear(x, w[:, :3], b)
 
 
 @pytest.mark.parametrize("outputs", [2, 10, 84])

@@ -47,14 +47,15 @@ class Layers(TorchFunctionMode):
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """A linear layer that is steady: a convolution of images of one pixel, or a product that leaves nothing over."""
-    if input.shape[-1:] != weight.shape[1:]:
-        return F.linear(input, weight, bias)  # which says what is wrong
+    plain = input.dim() > 0 and weight.dim() == 2 and 0 < input.shape[-1] == weight.shape[1]
+    if not plain or not (bias is None or bias.shape == weight.shape[:1]):
+        return F.linear(input, weight, bias)  # which knows more, or says what is wrong
     rows = input.reshape(-1, input.shape[-1])
     if _worthwhile(input):
         made = _conv2d(True, rows[:, :, None, None], weight[:, :, None, None], bias)[:, :, 0, 0]
     else:
-        made = F.linear(even(rows), even(weight))[: len(rows), : len(weight)]
-        made = made if bias is None else made + bias
+        made = F.linear(even(rows), even(weight), None if bias is None else even(bias[None])[0])
+        made = made[: len(rows), : len(weight)].contiguous()  # as torch's own: somebody may look at it as another shape
     return made.reshape(*input.shape[:-1], len(weight))
 
 
@@ -69,10 +70,10 @@ def _conv2d(
     groups: int = 1,
 ) -> Tensor:
     padding = 0 if padding == "valid" else padding
-    if steady and groups == 1 and not _worthwhile(input) and _pixel_by_pixel(input, weight, stride, padding):
-        return _linear(input.movedim(1, -1), weight[:, :, 0, 0], bias).movedim(-1, 1)  # and so it is computed
     reduced = torch.is_autocast_enabled(input.device.type)
     fits = bias is None or (bias.shape == weight.shape[:1] and (reduced or bias.dtype == weight.dtype))
+    if steady and fits and not _worthwhile(input) and _pixel_by_pixel(input, weight, stride, padding, dilation, groups):
+        return _linear(input.movedim(1, -1), weight[:, :, 0, 0], bias).movedim(-1, 1).contiguous()
     if groups != 1 or isinstance(padding, str) or input.dim() != 4 or not fits or not _worthwhile(input):
         return torch.conv2d(input, weight, bias, stride, padding, dilation, groups)
     if reduced:  # torch's own would do so by itself
@@ -82,10 +83,13 @@ def _conv2d(
     return y if bias is None else y + bias[:, None, None]
 
 
-def _pixel_by_pixel(input: Tensor, weight: Tensor, stride: int | Ints, padding: int | Ints | str) -> bool:
-    """Is a convolution a matrix product of every pixel's channels?"""
+def _pixel_by_pixel(
+    input: Tensor, weight: Tensor, stride: int | Ints, padding: int | Ints | str, dilation: int | Ints, groups: int
+) -> bool:
+    """Is a convolution a matrix product of every pixel's channels, and nothing that torch would refuse?"""
+    single = groups == 1 and weight.shape[2:] == (1, 1) and _pair(stride) == _pair(dilation) == [1, 1]
     whole = padding == "same" or (not isinstance(padding, str) and not any(_pair(padding)))
-    return input.dim() == 4 and weight.shape[2:] == (1, 1) and _pair(stride) == [1, 1] and whole
+    return single and whole and input.dim() == 4 and input.shape[1] == weight.shape[1] and input[0].numel() > 0
 
 
 def _max_pool2d(func: Callable[..., Any], input: Tensor, *args: Any, **kwargs: Any) -> Any:

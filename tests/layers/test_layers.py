@@ -1,5 +1,7 @@
 """Layers of many models at once: what torch's own compute, under every way of mapping and differentiating."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -198,3 +200,48 @@ def test_a_steady_linear_layer_makes_the_same_of_a_row_in_any_company(outputs: i
         for start in range(0, 40, size):
             some = slice(start, start + size)
             assert all(torch.equal(part, all[some]) for part, all in zip(both(some), whole, strict=True))
+
+
+class Bottle(nn.Module):
+    """Convolutions of one pixel, looked at as rows, and normalised in groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.norm = nn.Conv2d(3, 6, 1, bias=False), nn.GroupNorm(2, 6)
+        self.wide, self.last = nn.Conv2d(6, 5, 1), nn.Linear(5, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.wide(self.norm(self.narrow(x)).relu())
+        x = self.last(x.view(len(x), 5, -1).mT)
+        return torch.lerp(x, self.last(x @ self.last.weight), 0.5).view(len(x), -1)[:, :4]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_what_steady_layers_make_lies_as_torchs_own(dtype: torch.dtype) -> None:
+    """Views, norms under vmap and dtypes of a network are none of its business."""
+    shape = 3, 4, 4
+    model = Model(Bottle(), shape, 4).to(torch.device("cpu"), dtype)
+    x = torch.randn(5, *shape, dtype=next(iter(model.params.values())).dtype)
+    alone = model.predict(model.params, x)
+    near = 0.1 if dtype == torch.bfloat16 else 1e-5
+    assert float((model.steady.predict(model.params, x) - alone).abs().max()) < near
+    together = vmap(lambda x: model.side_by_side.steady.predict(model.params, x))(x[None])
+    assert float((together[0] - alone).abs().max()) < near
+
+
+@pytest.mark.parametrize(
+    ("shape", "how"),
+    [((2, 4, 6, 6), {}), ((2, 5, 6, 6), {"bias": torch.zeros(1)}), ((2, 5, 0, 6), {}), ((2, 5, 6, 6), {"dilation": 0})],
+)
+def test_what_torch_refuses_steady_layers_refuse(shape: tuple[int, ...], how: dict[str, Any]) -> None:
+    x, w = torch.zeros(shape), torch.zeros(3, 5, 1, 1)
+    with pytest.raises(RuntimeError) as torchs:
+        F.conv2d(x, w, **how)
+    with pytest.raises(RuntimeError) as ours, Layers(steady=True):
+        F.conv2d(x, w, **how)
+    assert str(torchs.value) == str(ours.value) or layers._worthwhile(x)
+
+
+def test_a_steady_linear_layer_of_nothing_is_its_bias() -> None:
+    with Layers(steady=True):
+        assert torch.equal(F.linear(torch.zeros(3, 0), torch.zeros(2, 0), torch.ones(2)), torch.ones(3, 2))

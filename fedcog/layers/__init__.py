@@ -146,10 +146,10 @@ def _batch_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """Batch normalisation in plain operators: torch's own loses its running statistics when it is traced under vmap."""
-    if not training or input.numel() <= input.shape[1]:  # of one value a channel torch complains
-        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     given = input.dtype
-    input = input.float() if given in (torch.bfloat16, torch.float16) else input
+    input = input.float() if given in (torch.bfloat16, torch.float16) else input  # as the statistics are
+    if not training or input.numel() <= input.shape[1]:  # of one value a channel torch complains
+        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps).to(given)
     over = [dim for dim in range(input.dim()) if dim != 1]
     count = input.numel() // input.shape[1]
     mean, middle = input.mean(over), input.mean(over, keepdim=True)

@@ -242,6 +242,14 @@ def test_what_torch_refuses_steady_layers_refuse(shape: tuple[int, ...], how: di
     assert str(torchs.value) == str(ours.value) or layers._worthwhile(x)
 
 
+def test_batch_norm_in_bfloat16_is_evaluated_together_as_alone() -> None:
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 4))
+    model = Model(module, (3, 4, 4), 4).to(torch.device("cpu"), torch.bfloat16)
+    weights, x = model.params | model.buffers, torch.randn(2, 5, 3, 4, 4)
+    together = vmap(lambda x: model.side_by_side.predict(weights, x))(x)
+    assert float((together[1] - model.predict(weights, x[1])).abs().max()) < 0.05
+
+
 def test_a_steady_linear_layer_of_nothing_is_its_bias() -> None:
     with Layers(steady=True):
         assert torch.equal(F.linear(torch.zeros(3, 0), torch.zeros(2, 0), torch.ones(2)), torch.ones(3, 2))

@@ -45,6 +45,7 @@ LEFT = 3
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    warnings.formatwarning = _sentence
     try:
         plain, own = flags.own_algorithms(words)
         options, rest = grammar.parser(ALGORITHMS | own).parse_known_args(plain)
@@ -421,6 +422,18 @@ def _partition(options: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
+def _sentence(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """A warning as the command line has it: ours are for users, and do not tell where in the code they came about."""
+    if issubclass(category, UserWarning) and Path(filename).is_relative_to(Path(__file__).parent):
+        return f"fedcog: {message}\n"
+    return _usual_format(message, category, filename, lineno, line)
+
+
+_usual_format = warnings.formatwarning
+
+
 def _theory(options: argparse.Namespace, rest: list[str]) -> int:
     _nothing_else(rest)
     numbers = {name: getattr(options, name) for name in ("clients", "rounds", "steps", "batch", "repeats")}
@@ -441,6 +454,10 @@ def _theory(options: argparse.Namespace, rest: list[str]) -> int:
     networks: list[theory.Network] = ["linear", "mlp"] if options.network == "both" else [options.network]
     with surroundings(1):  # of numbers so few, one thread makes short work
         for network in networks:
+            what = "a linear model" if network == "linear" else "a small network"
+            console.aside(
+                f"measuring {what}: {plan.repeats} runs of {plan.rounds} rounds, a minute or two", options.style
+            )
             found = theory.measure(network, sources.load("digits"), plan, options.lr)
             console.theory(found, plan, options.style)
     return 0

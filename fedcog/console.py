@@ -211,6 +211,11 @@ def experiment(what: Experiment, out: Any, style: Style, seeds: Sequence[int] = 
     for name, layer in layers(what.algorithm):
         if own := own_settings(layer):
             say(f"  {name}: " + ", ".join(f"{key} {value}" for key, value in own.items()), style)
+    first = 0
+    for device in what.kinds:
+        last = first + device.clients - 1
+        say(f"  {device.name} (clients {first} to {last}): {device.words}", style)
+        first = last + 1
     for warning in _warnings(what):
         note(warning)
     say(f"  run directory: {out}", style)

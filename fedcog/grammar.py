@@ -120,10 +120,19 @@ def parser(algorithms: Mapping[str, type[Algorithm]] = ALGORITHMS) -> argparse.A
     for flag, name in {"clients": "clients", "rounds": "rounds", "local-steps": "steps", "batch-size": "batch"}.items():
         default = getattr(usual, name)
         bound.add_argument(f"--{flag}", dest=name, type=int, default=default, metavar="N", help=f"default: {default}")
-    bound.add_argument("--repeats", type=int, default=usual.repeats, metavar="N", help="runs that are averaged over")
+    bound.add_argument(
+        "--repeats",
+        type=int,
+        default=usual.repeats,
+        metavar="N",
+        help=f"runs that are averaged over (default: {usual.repeats})",
+    )
     bound.add_argument("--seed", type=int, default=0, help="default: 0")
     bound.add_argument(
-        "--lr", type=float, default=0.0, help="default: four fifths of the largest step that the theorem admits"
+        "--lr",
+        type=float,
+        default=0.0,
+        help="default: four fifths of the largest step that the theorem admits with the constants of a first run",
     )
 
     there = commands.add_parser("deploy", help="lay out a federation of real machines, on Flower")

@@ -6,13 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
 import fedcog
-from fedcog import console, grammar, settings
+from fedcog import cli, console, grammar, settings
 from fedcog.algorithms import ALGORITHMS
 from fedcog.cli import COMMANDS, main
 from fedcog.experiments.config import Experiment
@@ -315,3 +316,10 @@ def test_a_reader_that_had_enough() -> None:
     command = f"{sys.executable} -m fedcog list | head -1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
+
+
+def test_our_warnings_are_sentences_and_others_are_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "models"]) == 0
+    assert warnings.formatwarning("look here", UserWarning, cli.__file__, 7) == "fedcog: look here\n"
+    assert "UserWarning: look here" in warnings.formatwarning("look here", UserWarning, pytest.__file__, 7)
+    assert "DeprecationWarning: old" in warnings.formatwarning("old", DeprecationWarning, cli.__file__, 7)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedcog import tree
+from fedcog.fitness import ModelError
 from fedcog.models import Model
 from fedcog.task import Task
 from fedcog.tree import Params, State
@@ -237,7 +238,15 @@ class Algorithm:
     def local_loss(self, params: Params, batch: Batch, site: Site) -> Tensor:
         """The loss of one step."""
         outputs = self.outputs(params, batch, site)
-        return self.data_loss(outputs, batch, site) + self.penalty(params, outputs, batch, site)
+        parts = {
+            "data_loss": self.data_loss(outputs, batch, site),
+            "penalty": self.penalty(params, outputs, batch, site),
+        }
+        for hook, part in parts.items():
+            if part.dim():
+                told = f"{type(self).__name__}.{hook} gave {list(part.shape)} numbers"
+                raise ModelError(f"{told}, and a step's loss is one: take their mean, as in .mean().")
+        return parts["data_loss"] + parts["penalty"]
 
     def local_grad(self, loss: Loss, params: Params, batch: Batch, site: Site) -> tuple[Params, Tensor]:
         """The direction of one step, and the loss. `loss` is given: under a wrapper it is not this object's own."""

@@ -54,7 +54,8 @@ def pretrained(module: nn.Module, path: str | Path, classes: int = 0) -> tuple[n
         ) from error
     if new:
         warnings.warn(
-            f"{path} has no last layer for {classes} classes: it begins as if nothing were given.", stacklevel=2
+            f"{path} has no last layer for {classes} classes: it begins afresh, all others as they are there.",
+            stacklevel=2,
         )
     return module, _digest({name: own[name] for name in fit})
 

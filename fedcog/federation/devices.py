@@ -21,6 +21,15 @@ class Device(NamedTuple):
     epochs: float | None = None
     changes: Mapping[type[Algorithm], Mapping[str, Any]] = {}
 
+    @property
+    def words(self) -> str:
+        """What is its own."""
+        own: dict[str, Any] = {"local_steps": self.steps, "local_epochs": self.epochs}
+        own = {name: value for name, value in own.items() if value is not None}
+        for changes in self.changes.values():
+            own |= changes
+        return ", ".join(f"{name} {value}" for name, value in own.items()) or "as everybody's"
+
     def adapt(self, algorithm: Some) -> Some:
         """The algorithm as it runs on this kind of device."""
         changes = dict(self.changes.get(type(algorithm), {}))

@@ -152,6 +152,21 @@ def test_the_contract_finds_what_is_wrong(careless: Algorithm, broken: str) -> N
         check_algorithm(careless)
 
 
+@dataclasses.dataclass(frozen=True)
+class Each(Algorithm):
+    """Adds a number of every example, and not their mean."""
+
+    def penalty(self, params: Params, outputs: State, batch: Batch, site: Site) -> torch.Tensor:
+        return site.task.divergence(outputs["logits"], site.logits(site.shared["params"], batch["x"]))
+
+
+@pytest.mark.parametrize("mapping", ["loop", "vmap"])
+def test_a_loss_of_many_numbers_is_refused_with_its_hooks_name(tmp_path: Path, mapping: Any) -> None:
+    one = fedcog.Experiment(Each(), rounds=1, local_steps=1, batch_size=8, clients=2, workers=1, mapping=mapping)
+    with pytest.raises(fedcog.ModelError, match=r"Each.penalty gave \[8\] numbers, and a step's loss is one"):
+        fedcog.run(one, tmp_path / "run")
+
+
 def test_natural_mistakes_are_told_at_once() -> None:
     with pytest.raises(TypeError, match=r"penality is no hook.*did you mean penalty"):
         type("M", (Algorithm,), {"penality": lambda self, params, outputs, batch, site: 0})

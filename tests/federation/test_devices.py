@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedcog
-from fedcog import tree
+from fedcog import console, tree
 from fedcog.algorithms import SCAFFOLD, VHL, Algorithm, FedAvg, FedCOG, FedDyn, FedGen, HeteroFL
 from fedcog.experiments.config import Experiment, make_algorithm, read_recorded
 from fedcog.experiments.run import carry_out
@@ -335,3 +335,11 @@ def test_seeds_of_unequal_devices_go_in_step(tmp_path: Path) -> None:
         assert isinstance(run, fedcog.Run)
         alone = fedcog.run(one, tmp_path / f"alone-{one.seed}")
         assert [line["loss"] for line in run.lines] == [line["loss"] for line in alone.lines]
+
+
+def test_a_run_says_who_has_what(capsys: pytest.CaptureFixture[str]) -> None:
+    kinds = "phone: clients=3 heterofl.width=0.5 local_steps=1 fedcog.source=nothing; server: clients=1"
+    console.experiment(Experiment(make_algorithm("fedcog+heterofl"), clients=4, devices=kinds), "somewhere", "plain")
+    lines = capsys.readouterr().out.splitlines()
+    assert "  phone (clients 0 to 2): local_steps 1, width 0.5, source nothing" in lines
+    assert "  server (clients 3 to 3): as everybody's" in lines

@@ -18,7 +18,20 @@ from fedcog import completion, console, flags, grammar, settings
 from fedcog.algorithms import ALGORITHMS, Algorithm
 from fedcog.data import SOURCES, DataError, PartitionError, sources
 from fedcog.data.datasets import DataWarning
-from fedcog.experiments import deploy, doctor, paper, plan, record, reproduce, smoke, summary, sweep, theory, track
+from fedcog.experiments import (
+    deploy,
+    devices,
+    doctor,
+    paper,
+    plan,
+    record,
+    reproduce,
+    smoke,
+    summary,
+    sweep,
+    theory,
+    track,
+)
 from fedcog.experiments.catalogue import catalogue, markdown
 from fedcog.experiments.compare import compare, places
 from fedcog.experiments.config import Experiment, name_of, read_experiment, read_toml
@@ -197,9 +210,13 @@ def _sweep(options: argparse.Namespace, rest: list[str]) -> int:
 def _methods(options: argparse.Namespace, values: dict[str, Any], faults: list[str]) -> list[Experiment]:
     """An experiment of each algorithm that was named; what is wrong with one is added to the faults, once."""
     found, wrong = list[Experiment](), list[str]()
-    for name in dict.fromkeys(options.algorithms or []):
+    parts = {name: set(name.split("+")) for name in options.algorithms or []}
+    for name, own in parts.items():
+        given = values | {"algorithm": name}
+        if isinstance(kinds := values.get("devices"), str):
+            given["devices"] = devices.without(kinds, set[str]().union(*parts.values()) - own)
         try:
-            found.append(read_experiment(values | {"algorithm": name}, known=options.known))
+            found.append(read_experiment(given, known=options.known))
         except ConfigError as error:
             wrong += [fault for fault in error.faults if fault not in wrong]
     faults += wrong

@@ -1,7 +1,7 @@
 """Kinds of devices as settings tell them: 'phone: clients=6 local_steps=50 heterofl.width=0.5; server: clients=4'."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from fedcog import settings
@@ -10,6 +10,11 @@ from fedcog.federation.devices import Device
 from fedcog.settings import Setting
 
 PLAIN = ("clients", "local_steps", "local_epochs")
+
+
+def without(text: str, others: Collection[str]) -> str:
+    """The same devices for an algorithm that is compared with others: settings of those are left out."""
+    return re.sub(rf"\s({'|'.join(map(re.escape, others))})\.\S+", "", text) if others else text
 
 
 def read(

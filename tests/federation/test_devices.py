@@ -1,6 +1,7 @@
 """Clients of different width, with different work, that generate in different ways or not at all."""
 
 import dataclasses
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import fedcog
 from fedcog import console, tree
 from fedcog.algorithms import SCAFFOLD, VHL, Algorithm, FedAvg, FedCOG, FedDyn, FedGen, HeteroFL
+from fedcog.cli import main
 from fedcog.experiments.config import Experiment, make_algorithm, read_recorded
 from fedcog.experiments.run import carry_out
 from fedcog.experiments.turns import in_step
@@ -343,3 +345,17 @@ def test_a_run_says_who_has_what(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert "  phone (clients 0 to 2): local_steps 1, width 0.5, source nothing" in lines
     assert "  server (clients 3 to 3): as everybody's" in lines
+
+
+def test_a_comparison_leaves_an_algorithm_what_it_has(tmp_path: Path) -> None:
+    kinds = "phone: clients=3 heterofl.width=0.5 fedcog.source=nothing local_steps=1; server: clients=1 fedcog.count=8"
+    words = f"compare --dataset digits --clients 4 --rounds 1 --local-steps 2 --threads 1 --quiet --out {tmp_path}/out"
+    words += " --fedcog.count 4 --fedcog.steps 1 --start-round 0 --no-evaluate-local --seeds 0"
+    assert main([*words.split(), "--algorithms", "fedavg+heterofl", "fedcog+heterofl", "--devices", kinds]) == 0
+    plain, cog = (
+        tomllib.loads((tmp_path / "out" / f"fedavg{name}" / "seed-0" / "experiment.toml").read_text())["devices"]
+        for name in ("+heterofl", "+fedcog+heterofl")
+    )
+    assert plain == "phone: clients=3 heterofl.width=0.5 local_steps=1; server: clients=1"
+    assert cog == kinds
+    assert main([*words.split(), "--algorithms", "fedavg", "fedprox", "--devices", kinds]) == 2

@@ -29,7 +29,7 @@ def main() -> None:
     experiment = fedcog.Experiment(
         fedcog.HeteroFL(cog), devices=DEVICES, rounds=options.rounds, local_steps=40, beta=0.5
     )
-    run = fedcog.run(experiment, options.out)
+    run = fedcog.run(experiment, options.out, resume=True)
 
     local, first = {one["client"]: one for one in run.lines[-1]["local"]}, 0
     print("device   clients  width  steps  generates  on its own labels  on all labels")

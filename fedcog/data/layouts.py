@@ -117,8 +117,10 @@ def _entry(record: dict[str, Any]) -> Entry | Fault:
         return Fault("mislabelled", f"{image}: user_id {user!r}")
     if part not in PARTS:
         return Fault("mislabelled", f"{image}: partition {part!r}")
-    if not isinstance(labels, list) or (strange := [label for label in labels if label not in LABELS]):
-        return Fault("mislabelled", f"{image}: {labels if not isinstance(labels, list) else strange[0]!r}")
+    if not isinstance(labels, list):
+        return Fault("mislabelled", f"{image}: labels {labels!r}")
+    if strange := [label for label in labels if label not in LABELS]:
+        return Fault("mislabelled", f"{image}: {strange[0]!r}")
     return Entry(part, user, image, tuple(LABELS.index(label) for label in labels))
 
 

@@ -39,6 +39,10 @@ def read(
         for word in words.split():
             key, _, value = word.partition("=")
             whose = key.partition(".")[0]
+            setting = key.partition(".")[2]
+            if key not in known and (key in usual or _common(whose, setting)):
+                faults.append(f"devices, {name}: {key} is the same for all devices.")
+                continue
             if key not in known and whose in ALGORITHMS and whose not in dict(layers):
                 faults.append(
                     f"devices, {name}: {key} is for an algorithm with {whose}: add +{whose}, or leave it out."
@@ -72,3 +76,9 @@ def read(
     if found and not faults and total != clients:
         faults.append(f"devices: they are of {total} clients, and there are {clients}: set --clients {total}.")
     return found, faults
+
+
+def _common(algorithm: str, setting: str) -> bool:
+    """Is it a setting of an algorithm that does not go by the device?"""
+    one = ALGORITHMS.get(algorithm)
+    return one is not None and setting in settings.settings(one) and setting not in one.local

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from fedcog.experiments.findings import Block, Row, blocks, elsewhere, lines_of, paired, provenances, values
+from fedcog.experiments.findings import UNITS, Block, Row, blocks, elsewhere, lines_of, paired, provenances, values
 from fedcog.experiments.record import RecordError
 from fedcog.experiments.results import Results
 from fedcog.experiments.study import Study
@@ -49,7 +49,7 @@ def _grid(study: Study, block: Block, first: str = "") -> Grid:
 
 def _cells(study: Study, block: Block, row: Row) -> list[str]:
     """A row as printed, in the order of the heads."""
-    told = [NOT_RUN if one is None else _number(one) for one in (row.last, row.best)]
+    told = [NOT_RUN if one is None else _number(one, block.unit) for one in (row.last, row.best)]
     paper = "" if row.paper is None else f"{row.paper:.2f}"
     paper += "" if row.paper_deviation is None else f" ± {row.paper_deviation:.2f}"
     name = f"{row.name} ({row.note})" if row.note else row.name
@@ -62,8 +62,8 @@ def _cells(study: Study, block: Block, row: Row) -> list[str]:
     }[block.unit]
 
 
-def _number(one: Spread) -> str:
-    digits = 2 if one.mean >= 1 else 3
+def _number(one: Spread, unit: str) -> str:
+    digits = 2 if one.mean >= 1 or unit == "%" else 3
     return f"{one.mean:.{digits}f}" + ("" if one.deviation is None else f" ± {one.deviation:.{digits}f}")
 
 
@@ -180,7 +180,7 @@ def filled(notes: str, studies: Mapping[str, Study], results: Results) -> str:
         if not all(taken):
             return NOT_RUN
         if len(taken) == 1:
-            return _number(spread(list(taken[0].values())))
+            return _number(spread(list(taken[0].values())), UNITS.get(cells[row].measure, "%"))
         lead = paired(taken[0], taken[1])
         return NOT_RUN if lead is None else lead.words()
 

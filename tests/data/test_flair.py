@@ -332,7 +332,8 @@ def test_grey_images_are_read_as_coloured_ones(tmp_path: Path) -> None:
 
 WRONG: dict[str, tuple[Any, str]] = {
     "unknown label": ({"labels": ["art", "unicorn"]}, "{0}: 'unicorn'"),
-    "labels of no list": ({"labels": "art"}, "{0}: 'art'"),
+    "labels of no list": ({"labels": "art"}, "{0}: labels 'art'"),
+    "no labels": ({"labels": None}, "{0}: labels None"),
     "labels of no strings": ({"labels": [["art"], 3]}, r"{0}: \['art'\]"),
     "no user": ({"user_id": None}, "{0}: user_id None"),
     "part unheard of": ({"partition": "training"}, "{0}: partition 'training'"),

@@ -271,14 +271,14 @@ def test_devices_are_read_from_a_text() -> None:
     [
         ("phone clients=4", "'phone clients=4' must begin with a name and a colon"),
         (" ;; # nobody", "there is no kind of them in ';;'"),
+        ("phone: clients=4 lr=0.1", "devices, phone: lr is the same for all devices."),
+        ("phone: clients=4 fedprox.mu=1", "devices, phone: fedprox.mu is the same for all devices."),
         ("phone: clients=4 heterofl.widht=1", "unknown setting 'heterofl.widht': did you mean heterofl.width?"),
         ("phone: clients=4 heterofl.width=2", "phone: heterofl.width needs a number > 0 and <= 1, not 2.0."),
         ("phone: clients=4 local_steps=many", "phone: local_steps needs a whole number >= 1, not 'many'."),
-        ("phone: clients=4 lr=0.1", "unknown setting 'lr'"),
         ("phone: local_steps=4", "phone: say how many clients have one"),
         ("phone: clients=4 clients=3", "phone: clients is told twice."),
         ("phone: clients=4 local_steps=3 local_epochs=1", "contradict each other"),
-        ("phone: clients=4 fedprox.mu=1", "fedprox.mu is for an algorithm with fedprox: add +fedprox"),
         ("phone: clients=4 fedcog.generator=custom", "phone: set --fedcog.generator custom for all"),
         ("phone: clients=2; phone: clients=2", "two kinds are called phone."),
         ("phone: clients=2; server: clients=1", "they are of 3 clients, and there are 4: set --clients 3."),
@@ -288,6 +288,11 @@ def test_what_is_wrong_with_devices_is_told(text: str, fault: str) -> None:
     with pytest.raises(ConfigError) as error:
         experiment(devices=text)
     assert fault in str(error.value)
+
+
+def test_a_setting_of_a_wrapper_that_is_not_there_is_told_with_its_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"heterofl.width is for an algorithm with heterofl: add \+heterofl"):
+        Experiment(FedAvg(), clients=4, devices="phone: clients=4 heterofl.width=0.5")
 
 
 def test_privacy_is_refused() -> None:

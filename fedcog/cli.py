@@ -58,12 +58,12 @@ LEFT = 3
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    warnings.formatwarning = _sentence
     try:
         plain, own = flags.own_algorithms(words)
         options, rest = grammar.parser(ALGORITHMS | own).parse_known_args(plain)
         options.words, options.known = words, ALGORITHMS | own
-        return COMMANDS[options.command](options, rest)
+        with console.heard():
+            return COMMANDS[options.command](options, rest)
     except ConfigError as error:
         return console.faults(error.faults)
     except (DataError, PartitionError, ModelError, NoAnswer, RankDied, RecordError, WorkerDied) as error:
@@ -239,18 +239,9 @@ def _onward(command: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _trackers_heard() -> Iterator[None]:
-    """Within it, what is warned of a tracker is told like all else."""
+    """Within it, whatever is warned of a tracker is told, as often as it is."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", track.TrackWarning)
-        before = warnings.showwarning
-
-        def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-            if issubclass(category, track.TrackWarning):
-                console.note(str(message))
-            else:
-                before(message, category, *where, **more)
-
-        warnings.showwarning = show
         yield
 
 
@@ -437,18 +428,6 @@ def _partition(options: argparse.Namespace, rest: list[str]) -> int:
         record.write_file(Path(options.figure), partition_figure(counts, dataset.classes, noun).encode())
         console.say(f"figure: {options.figure}", "auto")
     return 0
-
-
-def _sentence(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
-) -> str:
-    """A warning as the command line has it: ours are for users, and do not tell where in the code they came about."""
-    if issubclass(category, UserWarning) and Path(filename).is_relative_to(Path(__file__).parent):
-        return f"fedcog: {message}\n"
-    return _usual_format(message, category, filename, lineno, line)
-
-
-_usual_format = warnings.formatwarning
 
 
 def _theory(options: argparse.Namespace, rest: list[str]) -> int:

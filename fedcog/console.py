@@ -1,13 +1,15 @@
 """What the command line shows: progress, tables, faults."""
 
+import contextlib
 import io
 import math
 import os
 import signal
 import sys
 import time
+import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal, Self
@@ -65,6 +67,22 @@ def say(text: str, style: Style) -> None:
 def note(text: str) -> None:
     """A line beside the results."""
     _err.print(f"fedcog: {text}", markup=False)
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[None]:
+    """Within it our own warnings are told like all else beside the results, without where in the code they arose."""
+    with warnings.catch_warnings():
+        usual = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], filename: str, *rest: Any, **more: Any) -> None:
+            if issubclass(category, UserWarning) and Path(filename).is_relative_to(Path(__file__).parent):
+                note(str(message))
+            else:
+                usual(message, category, filename, *rest, **more)
+
+        warnings.showwarning = show
+        yield
 
 
 def aside(text: str, style: Style) -> None:

@@ -1,4 +1,6 @@
-"""Who takes part in `cpu.py`: a FedAvg round by fedcog, by Flower's simulation engine, by pfl, and written by hand."""
+"""Who takes part in `cpu.py`: a FedAvg round by fedcog, by Flower's simulation engine, by pfl, and
+written by hand.
+"""
 
 import copy
 import functools
@@ -12,12 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedcog.experiments.config import Experiment
-from fedcog.experiments.prepare import Prepared, surroundings
-from fedcog.federation.rounds import federate
-from fedcog.models import build
+from fedcog.models.zoo import build
+from fedcog.runs.config.experiment import Experiment
+from fedcog.runs.environment import torch_settings
+from fedcog.runs.setup import ExperimentSetup
 
-LR, MOMENTUM, DECAY, CLIENTS = 0.01, 0.9, 1e-5, 10
+LR = 0.01
+MOMENTUM = 0.9
+DECAY = 1e-5
+CLIENTS = 10
 CORES = len(os.sched_getaffinity(0))
 
 
@@ -31,7 +36,13 @@ class Case(NamedTuple):
 
 COMMON: dict[str, Any] = {
     **{"clients": CLIENTS, "partition": "iid", "augment": "off", "device": "cpu", "rounds": 10**6},
-    **{"lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY, "evaluate_every": 10**6, "evaluate_local": False},
+    **{
+        "lr": LR,
+        "momentum": MOMENTUM,
+        "weight_decay": DECAY,
+        "evaluate_every": 10**6,
+        "evaluate_local": False,
+    },
 }
 CASES = {
     "digits": Case(Experiment(dataset="digits", local_steps=3, batch_size=16, **COMMON), 5, 20),
@@ -41,26 +52,32 @@ CASES = {
 
 
 class Material(NamedTuple):
-    """What every contender is given: the network at its start, and each client's inputs and labels."""
+    """What every contender gets: the initial network, and each client's inputs and labels."""
 
     module: nn.Module
     clients: list[tuple[Tensor, Tensor]]
 
 
 @functools.cache
-def prepared(case: str) -> Prepared:
-    """Our own preparation, which all share: the data directory comes in by the environment ($FEDCOG_DATA)."""
-    return Prepared(CASES[case].experiment)
+def prepared(case: str) -> ExperimentSetup:
+    """Our own preparation, which all share: the data directory comes in by the environment
+    ($FEDCOG_DATA).
+    """
+    return ExperimentSetup(CASES[case].experiment)
 
 
 @functools.cache
 def material(case: str) -> Material:
     """The same for the others, with inputs as the network sees them."""
     ours = prepared(case)
-    module = build(ours.model_name, ours.dataset.input_shape, len(ours.dataset.classes), ours.experiment.seed)
+    module = build(
+        ours.model_name, ours.dataset.input_shape, len(ours.dataset.classes), ours.experiment.seed
+    )
     data = ours.data
-    owned = [data.own(client) for client in range(CLIENTS)]
-    return Material(module, [(data.inputs(data.train_x[index]), data.train_y[index]) for index in owned])
+    owned = [data.client_indices(client) for client in range(CLIENTS)]
+    return Material(
+        module, [(data.to_inputs(data.train_x[index]), data.train_y[index]) for index in owned]
+    )
 
 
 def train(module: nn.Module, x: Tensor, y: Tensor, steps: int, batch: int) -> None:
@@ -79,15 +96,18 @@ Rounds = Iterator[dict[str, Tensor]]
 
 def ours(experiment: Experiment) -> Rounds:
     """The engine as a run uses it."""
-    with surroundings(experiment.threads):
-        ready = Prepared(experiment)
-        for round in federate(experiment.algorithm, ready.backend, ready, ready.schedule, ready.server, 0):
-            yield round.server["params"]
+    with torch_settings(experiment):
+        server = ExperimentSetup(experiment).make_server()
+        for round in range(experiment.rounds):
+            yield server.run_round(round).server["params"]
 
 
 def by_hand(case: str, channels_last: bool) -> Rounds:
-    """One-thread processes, one a core, that loop over their share of the clients and send the sum of their models."""
-    given, settings = material(case), CASES[case].experiment
+    """One-thread processes, one a core, that loop over their share of the clients and send the sum
+    of their models.
+    """
+    given = material(case)
+    settings = CASES[case].experiment
     layout = torch.channels_last if channels_last else torch.contiguous_format
     clients = [(x.contiguous(memory_format=layout), y) for x, y in given.clients]
 
@@ -98,34 +118,44 @@ def by_hand(case: str, channels_last: bool) -> Rounds:
             start = torch.frombuffer(bytearray(line.recv_bytes()), dtype=torch.float32)
             total = torch.zeros_like(start)
             for client in own:
-                nn.utils.vector_to_parameters(start.clone(), module.parameters())  # they become views
+                nn.utils.vector_to_parameters(
+                    start.clone(), module.parameters()
+                )  # they become views
                 train(module, *clients[client], settings.local_steps, settings.batch_size)
                 total += nn.utils.parameters_to_vector(module.parameters()).detach()
             line.send_bytes(total.numpy().tobytes())
 
-    fork, lines = multiprocessing.get_context("fork"), list[Connection]()
+    fork = multiprocessing.get_context("fork")
+    lines = list[Connection]()
     for core in range(CORES):
         here, there = fork.Pipe()
-        fork.Process(target=work, args=(there, list(range(core, CLIENTS, CORES))), daemon=True).start()
+        fork.Process(
+            target=work, args=(there, list(range(core, CLIENTS, CORES))), daemon=True
+        ).start()
         lines.append(here)
     model = nn.utils.parameters_to_vector(given.module.parameters()).detach()
     names = [(name, value.shape) for name, value in given.module.named_parameters()]
     while True:
         for line in lines:
             line.send_bytes(model.numpy().tobytes())
-        sums = [torch.frombuffer(bytearray(line.recv_bytes()), dtype=torch.float32) for line in lines]
+        sums = [
+            torch.frombuffer(bytearray(line.recv_bytes()), dtype=torch.float32) for line in lines
+        ]
         model = torch.stack(sums).sum(0) / CLIENTS
         parts = torch.split(model, [shape.numel() for _, shape in names])
         yield {name: part.reshape(shape) for (name, shape), part in zip(names, parts, strict=True)}
 
 
 def flower_client(message: Any, context: Any) -> Any:
-    """Flower's client: `train` on its partition, which stays in the memory of the process that plays it."""
+    """Flower's client: `train` on its partition, which stays in the memory of the process that
+    plays it.
+    """
     from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
     torch.set_num_threads(1)
     case = message.content["config"]["case"]
-    given, settings = material(case), CASES[case].experiment
+    given = material(case)
+    settings = CASES[case].experiment
     module = copy.deepcopy(given.module)
     module.load_state_dict(message.content["arrays"].to_torch_state_dict())
     x, y = given.clients[int(context.node_config["partition-id"])]
@@ -138,8 +168,11 @@ def flower_client(message: Any, context: Any) -> Any:
 
 
 def flower(case: str, record: Callable[[dict[str, Tensor]], bool]) -> None:
-    """Flower's simulation engine with FedAvg: as many one-core clients at a time as there are cores."""
-    import contenders  # this file by its name, so that Ray's processes find the client and keep what it has loaded
+    """Flower's simulation engine with FedAvg: as many one-core clients at a time as there are
+    cores.
+    """
+    # this file by its name, so that Ray's processes find the client and keep what it has loaded
+    import contenders
     from flwr.app import ArrayRecord, ConfigRecord
     from flwr.clientapp import ClientApp
     from flwr.serverapp import ServerApp
@@ -153,7 +186,8 @@ def flower(case: str, record: Callable[[dict[str, Tensor]], bool]) -> None:
             record(arrays.to_torch_state_dict())
             return arrays, metrics
 
-    server, client = ServerApp(), ClientApp()
+    server = ServerApp()
+    client = ClientApp()
     client.train()(contenders.flower_client)
 
     @server.main()
@@ -163,7 +197,10 @@ def flower(case: str, record: Callable[[dict[str, Tensor]], bool]) -> None:
         rounds = CASES[case].warm_up + CASES[case].timed
         strategy.start(grid, start, num_rounds=rounds, train_config=ConfigRecord({"case": case}))
 
-    resources: dict[str, Any] = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"num_cpus": CORES}}
+    resources: dict[str, Any] = {
+        "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+        "init_args": {"num_cpus": CORES},
+    }
     run_simulation(server, client, num_supernodes=CLIENTS, backend_config=resources)
 
 
@@ -180,7 +217,8 @@ def pfl(case: str, record: Callable[[dict[str, Tensor]], bool]) -> None:
     from pfl.metrics import Metrics
     from pfl.model.pytorch import PyTorchModel
 
-    given, settings = material(case), CASES[case].experiment
+    given = material(case)
+    settings = CASES[case].experiment
     rounds = CASES[case].warm_up + CASES[case].timed
 
     class Network(nn.Module):
@@ -195,9 +233,13 @@ def pfl(case: str, record: Callable[[dict[str, Tensor]], bool]) -> None:
             return {}
 
     class Watch(TrainingProcessCallback):  # type: ignore[misc]
-        def after_central_iteration(self, metrics: Any, model: Any, *, central_iteration: int) -> tuple[bool, Metrics]:
+        def after_central_iteration(
+            self, metrics: Any, model: Any, *, central_iteration: int
+        ) -> tuple[bool, Metrics]:
             record(dict(model.pytorch_model.inner.named_parameters()))
-            if torch.distributed.is_initialized():  # nobody begins the next round while the first process waits
+            if (
+                torch.distributed.is_initialized()
+            ):  # nobody begins the next round while the first process waits
                 torch.distributed.barrier()
             return False, Metrics()
 
@@ -207,8 +249,12 @@ def pfl(case: str, record: Callable[[dict[str, Tensor]], bool]) -> None:
         functools.partial(torch.optim.SGD, momentum=MOMENTUM, weight_decay=DECAY),
         central_optimizer=torch.optim.SGD(network.parameters(), lr=1.0),
     )
-    users = [PyTorchTensorDataset(part, user_id=str(client)) for client, part in enumerate(given.clients)]
-    people = FederatedDataset(lambda user: users[user], get_user_sampler("minimize_reuse", list(range(CLIENTS))))
+    users = [
+        PyTorchTensorDataset(part, user_id=str(client)) for client, part in enumerate(given.clients)
+    ]
+    people = FederatedDataset(
+        lambda user: users[user], get_user_sampler("minimize_reuse", list(range(CLIENTS)))
+    )
     FederatedAveraging().run(
         NNAlgorithmParams(rounds, 10**6, train_cohort_size=CLIENTS, val_cohort_size=0),
         SimulatedBackend(people, people),

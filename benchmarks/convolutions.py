@@ -1,11 +1,13 @@
-"""Convolutions of many models at once: cuDNN's grouped kernels beside ours, layer by layer, on one GPU.
+"""Convolutions of many models at once: cuDNN's grouped kernels beside ours, layer by layer, on one
+GPU.
 
-    python benchmarks/convolutions.py --out results/convolutions.md [--tf32] [--layers residual]
+python benchmarks/convolutions.py --out results/convolutions.md [--tf32] [--layers residual]
 
-The layers are those of the paper's CNN at batch 64, of pfl-research's network (50 models, batch 10), of ResNet-18 on
-images of 64x64 at batch 32, and of FedCOG's generator for 32x32. Times are by the GPU's own clock, medians of five
-graphs of ten calls each, float32 without TF32 unless asked for. The column "chosen" is what `fedcog.layers.tuning`
-would use; "error" is the distance from a float64 reference, relative to its length.
+The layers are those of the paper's CNN at batch 64, of pfl-research's network (50 models, batch
+10), of ResNet-18 on images of 64x64 at batch 32, and of FedCOG's generator for 32x32. Times are by
+the GPU's own clock, medians of five graphs of ten calls each, float32 without TF32 unless asked
+for. The column "chosen" is what `fedcog.models.ops.autotune` would use; "error" is the distance
+from a float64 reference, relative to its length.
 """
 
 import argparse
@@ -15,14 +17,17 @@ import common
 import torch
 from torch import Tensor
 
-from fedcog.experiments.prepare import find_device, surroundings
-from fedcog.kernels import ahead, products
-from fedcog.kernels.convolution import KINDS
-from fedcog.kernels.shapes import Shape, choices
-from fedcog.layers.operators import grouped
-from fedcog.layers.tuning import seconds
+from fedcog import Experiment
+from fedcog.models.ops.autotune import measure_seconds
+from fedcog.models.ops.kernels import ahead_of_time, matmul
+from fedcog.models.ops.kernels.launchers import LAUNCHERS
+from fedcog.models.ops.kernels.shapes import Shape, block_choices
+from fedcog.models.ops.operators import grouped_convolution
+from fedcog.runs.environment import find_device, torch_settings
 
-ONE, NONE, TWO = (1, 1), (0, 0), (2, 2)
+ONE = (1, 1)
+NONE = (0, 0)
+TWO = (2, 2)
 LAYERS = {
     "the paper's first": Shape(10, 64, 3, 32, 32, 6, 5, 5, ONE, NONE, ONE),
     "the paper's second": Shape(10, 64, 6, 14, 14, 16, 5, 5, ONE, NONE, ONE),
@@ -43,7 +48,9 @@ LAYERS = {
 Arguments = tuple[Tensor, Tensor]
 
 
-def arguments(shape: Shape, device: torch.device, dtype: torch.dtype = torch.float32) -> dict[str, Arguments]:
+def arguments(
+    shape: Shape, device: torch.device, dtype: torch.dtype = torch.float32
+) -> dict[str, Arguments]:
     """What each kind is computed of: (x, w), (g, w) and (g, x)."""
     draw = torch.Generator().manual_seed(0)
     sizes = {
@@ -63,52 +70,85 @@ def apart(found: Tensor, exact: Tensor) -> float:
 def foresee(shape: Shape, device: torch.device, tf32: bool) -> None:
     """Have a layer's kernels compiled beside."""
     for kind, given in arguments(shape, device).items():
-        for blocks in choices(kind, shape):
-            ahead.begin(device, KINDS[kind], *given, shape, blocks, tf32)
-        if products.fits(kind, shape):
-            ahead.begin(device, products.multiply, kind, *given, shape)
+        for blocks in block_choices(kind, shape):
+            ahead_of_time.start_compiling(device, LAUNCHERS[kind], *given, shape, blocks, tf32)
+        if matmul.fits_in_memory(kind, shape):
+            ahead_of_time.start_compiling(device, matmul.convolve_by_matmul, kind, *given, shape)
 
 
-def row(name: str, kind: str, shape: Shape, device: torch.device, tf32: bool) -> tuple[list[str], dict[str, float]]:
+def row(
+    name: str, kind: str, shape: Shape, device: torch.device, tf32: bool
+) -> tuple[list[str], dict[str, float]]:
     """A line of the table."""
     one, other = arguments(shape, device)[kind]
-    exact = grouped(kind, *arguments(shape, device, torch.float64)[kind], shape)
-    ways = {"cuDNN": functools.partial(grouped, kind, one, other, shape)}
-    for blocks in choices(kind, shape):
-        ways[str(tuple(blocks))] = functools.partial(KINDS[kind], one, other, shape, blocks, tf32)
-    if products.fits(kind, shape):
-        ways["product"] = functools.partial(products.multiply, kind, one, other, shape)
-    errors = {way: apart(compute(), exact) for way, compute in ways.items()}  # first: libraries begin at a first call
-    times = {way: 1e6 * seconds(compute) for way, compute in ways.items()}
+    exact = grouped_convolution(kind, *arguments(shape, device, torch.float64)[kind], shape)
+    ways = {"cuDNN": functools.partial(grouped_convolution, kind, one, other, shape)}
+    for blocks in block_choices(kind, shape):
+        ways[str(tuple(blocks))] = functools.partial(
+            LAUNCHERS[kind], one, other, shape, blocks, tf32
+        )
+    if matmul.fits_in_memory(kind, shape):
+        ways["product"] = functools.partial(matmul.convolve_by_matmul, kind, one, other, shape)
+    errors = {
+        way: apart(compute(), exact) for way, compute in ways.items()
+    }  # first: libraries begin at a first call
+    times = {way: 1e6 * measure_seconds(compute) for way, compute in ways.items()}
     best = min(times, key=lambda way: times[way])
     ours = min((way for way in times if way != "cuDNN"), key=lambda way: times[way])
-    cells = [name, kind, f"{times['cuDNN']:.1f}", f"{times[ours]:.1f}", f"{times['cuDNN'] / times[ours]:.1f} x", best]
+    cells = [
+        name,
+        kind,
+        f"{times['cuDNN']:.1f}",
+        f"{times[ours]:.1f}",
+        f"{times['cuDNN'] / times[ours]:.1f} x",
+        best,
+    ]
     return [*cells, f"{errors['cuDNN']:.0e}", f"{errors[ours]:.0e}"], times
 
 
 def main() -> None:
     """Time every layer's three kernels."""
     parser = common.parser(__doc__, "results/convolutions.md")
-    parser.add_argument("--tf32", action="store_true", help="products of one term in TF32, not of three")
+    parser.add_argument(
+        "--tf32", action="store_true", help="products of one term in TF32, not of three"
+    )
     parser.add_argument("--layers", nargs="+", default=[""], help="only those whose names begin so")
     options: argparse.Namespace = parser.parse_args()
     device = find_device(options.device)
     if device.type != "cuda":
         parser.error("these are kernels for a GPU, and there is none.")
-    rows, found = [], dict[str, dict[str, float]]()
-    chosen = {name: shape for name, shape in LAYERS.items() if name.startswith(tuple(options.layers))}
-    with surroundings(0, options.tf32):
+    rows = []
+    found = dict[str, dict[str, float]]()
+    chosen = {
+        name: shape for name, shape in LAYERS.items() if name.startswith(tuple(options.layers))
+    }
+    with torch_settings(Experiment(tf32=options.tf32)):
         for shape in chosen.values():
             foresee(shape, device, options.tf32)
-        ahead.finish()
+        ahead_of_time.wait_for_compilations()
         for name, shape in chosen.items():
-            for kind in KINDS:
+            for kind in LAUNCHERS:
                 if kind == "input" and shape.channels == 3 and shape.models == 50:
                     continue  # nobody asks for the gradient by pfl's images
                 cells, found[f"{name}, {kind}"] = row(name, kind, shape, device, options.tf32)
                 rows.append(cells)
-    head = ["layer", "kind", "cuDNN, us", "ours, us", "ratio", "chosen", "cuDNN's error", "our error"]
-    common.write(options.out, "Convolutions", common.about(device, None), [common.table(head, rows)], {"times": found})
+    head = [
+        "layer",
+        "kind",
+        "cuDNN, us",
+        "ours, us",
+        "ratio",
+        "chosen",
+        "cuDNN's error",
+        "our error",
+    ]
+    common.write(
+        options.out,
+        "Convolutions",
+        common.about(device, None),
+        [common.table(head, rows)],
+        {"times": found},
+    )
     print(options.out.with_suffix(".md").read_text())
 
 

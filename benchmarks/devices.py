@@ -1,12 +1,14 @@
-"""What generation asks of a small device, against training: numbers that a gradient is taken of, and memory.
+"""What generation asks of a small device, against training: numbers that a gradient is taken of,
+and memory.
 
-    python benchmarks/devices.py --out results/devices.md [--batches 256 64 16 1]
+python benchmarks/devices.py --out results/devices.md [--batches 256 64 16 1]
 
-The paper's appendix on unequal devices says that its CNN for CIFAR-100 has 69,380 learnable numbers, and an input by
-itself 3 x 32 x 32 = 3,072, so that a device which can train can also generate, a few inputs at a time. Here one client
-trains by batches of 64, and generates 256 inputs, so many at a time. Memory is what lives in tensors at most beyond
-what was there before: parameters, momentum, activations, gradients, inputs and what Adam remembers of them. What a
-kernel takes for itself while it runs is not seen. On a GPU the allocator's own maximum stands beside it.
+The paper's appendix on unequal devices says that its CNN for CIFAR-100 has 69,380 learnable
+numbers, and an input by itself 3 x 32 x 32 = 3,072, so that a device which can train can also
+generate, a few inputs at a time. Here one client trains by batches of 64, and generates 256 inputs,
+so many at a time. Memory is what lives in tensors at most beyond what was there before: parameters,
+momentum, activations, gradients, inputs and what Adam remembers of them. What a kernel takes for
+itself while it runs is not seen. On a GPU the allocator's own maximum stands beside it.
 """
 
 import dataclasses
@@ -20,18 +22,22 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedcog import generation
-from fedcog.algorithms import FedAvg, FedCOG
+from fedcog.algorithms import FedAvg, FedCOG, generation
 from fedcog.data import Dataset
-from fedcog.experiments.config import Experiment
-from fedcog.experiments.prepare import Prepared, find_device
-from fedcog.federation.course import autograd
+from fedcog.engine.cohort import RoundSpec
+from fedcog.engine.local_training import autograd_gradient
+from fedcog.runs.config.experiment import Experiment
+from fedcog.runs.environment import find_device
+from fedcog.runs.setup import ExperimentSetup, UserObjects
 
-COUNT, STEPS = 256, 3
+COUNT = 256
+STEPS = 3
 
 
 class Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within it, the bytes of tensors made since its beginning and still alive are counted, and the most of them."""
+    """Within it, the bytes of tensors made since its beginning and still alive are counted, and the
+    most of them.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -41,10 +47,15 @@ class Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The operation as it is; what it makes is counted until it is gone."""
         found = func(*args, **kwargs or {})
-        given = {one.untyped_storage()._cdata for one in pytree.tree_leaves((args, kwargs)) if _is_tensor(one)}
+        given = {
+            one.untyped_storage()._cdata
+            for one in pytree.tree_leaves((args, kwargs))
+            if _is_tensor(one)
+        }
         for value in filter(_is_tensor, pytree.tree_leaves(found)):
             storage = value.untyped_storage()
-            key, size = storage._cdata, storage.nbytes()
+            key = storage._cdata
+            size = storage.nbytes()
             if key in self._known or key in given:  # a view, or written in place
                 continue
             self.now += size
@@ -63,10 +74,10 @@ def _is_tensor(value: Any) -> bool:
 
 def images(data: str | None, train: int) -> Dataset:
     """CIFAR-100, or random images of its form."""
-    from fedcog.data import sources
+    from fedcog.data import registry
 
     if data:
-        return sources.load("cifar100", data)
+        return registry.load("cifar100", data)
     made = common.images(None, train, 100)
     labels = torch.arange(train + 100) % 100
     names = tuple(str(label) for label in range(100))
@@ -74,7 +85,7 @@ def images(data: str | None, train: int) -> Dataset:
 
 
 def measured(work: Callable[[], object], device: torch.device) -> dict[str, int]:
-    """The most bytes that live in tensors while work is done, and the allocator's maximum on a GPU."""
+    """Return the peak bytes in tensors during some work, and the allocator's peak on a GPU."""
     common.clean(device)
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     with Living() as living:
@@ -85,24 +96,27 @@ def measured(work: Callable[[], object], device: torch.device) -> dict[str, int]
     return found
 
 
-def trained(ready: Prepared) -> Callable[[], object]:
+def trained(ready: ExperimentSetup) -> Callable[[], object]:
     """A few steps of one client's local training."""
     algorithm = FedAvg()
-    shared = algorithm.broadcast(ready.server)
-    return lambda: ready.backend.alone(algorithm, shared, 0, {}, 0, 0.01, False)
+    shared = algorithm.broadcast(ready.server_state)
+    spec = RoundSpec(algorithm, shared, 0, 0.01, False)
+    return lambda: ready.simulator.train_client(spec, 0, {})
 
 
-def generated(ready: Prepared, batch: int) -> Callable[[], object]:
+def generated(ready: ExperimentSetup, batch: int) -> Callable[[], object]:
     """A few steps of one client's generation, so many inputs at a time."""
     weights = ready.model.params | ready.model.buffers
     other = {name: value + 0.01 for name, value in weights.items()}
     noise = torch.randn(COUNT, *ready.model.input_shape, device=ready.device)
-    labels = torch.arange(COUNT, device=ready.device) % ready.model.classes
-    recipe = dataclasses.replace(FedCOG(), steps=STEPS, generation_batch=batch).recipe
+    labels = torch.arange(COUNT, device=ready.device) % ready.model.num_classes
+    recipe = dataclasses.replace(FedCOG(), steps=STEPS, generation_batch=batch).generation_config
+
+    models = generation.Models(ready.task, ready.model, weights, other)
 
     def work() -> object:
         with torch.no_grad():
-            return generation.generate(ready.task, ready.model, weights, other, labels, noise.clone(), recipe, autograd)
+            return generation.generate(models, labels, noise.clone(), recipe, autograd_gradient)
 
     return work
 
@@ -115,12 +129,23 @@ def main() -> None:
     device = find_device(options.device)
     dataset = images(options.data, 1000)
     experiment = Experiment(
-        dataset="cifar100", model="cnn3", partition="iid", clients=1, local_steps=STEPS, mapping="loop", workers=1
+        dataset="cifar100",
+        model="cnn3",
+        partition="iid",
+        clients=1,
+        local_steps=STEPS,
+        mapping="loop",
+        workers=1,
     )
-    ready = Prepared(dataclasses.replace(experiment, device=str(device)), dataset)
+    ready = ExperimentSetup(
+        dataclasses.replace(experiment, device=str(device)), UserObjects(dataset)
+    )
     inputs = dataset.train_x[0].numel()
     work = {
-        f"training, batch {experiment.batch_size}": (sum(map(torch.numel, ready.model.params.values())), trained(ready))
+        f"training, batch {experiment.batch_size}": (
+            sum(map(torch.numel, ready.model.params.values())),
+            trained(ready),
+        )
     }
     for batch in options.batches:
         name = (
@@ -129,23 +154,36 @@ def main() -> None:
             else f"generation of {COUNT} inputs at once"
         )
         work[name] = (batch * inputs, generated(ready, batch if batch < COUNT else 0))
-    found, rows = {}, []
+    found = {}
+    rows = []
     for name, (numbers, doing) in work.items():
         doing()  # once before, so that what is made only once does not count
         found[name] = measured(doing, device) | {"numbers": numbers}
         row = [name, f"{numbers:,}", f"{found[name]['bytes'] / 2**20:.1f} MiB"]
-        rows.append([*row, *([f"{found[name]['allocated'] / 2**20:.1f} MiB"] if device.type == "cuda" else [])])
+        rows.append(
+            [
+                *row,
+                *([f"{found[name]['allocated'] / 2**20:.1f} MiB"] if device.type == "cuda" else []),
+            ]
+        )
         print(rows[-1], file=sys.stderr)
     head = ["work", "numbers a gradient is taken of", "living in tensors at most"]
     head += ["of the allocator at most"] if device.type == "cuda" else []
-    facts = common.about(device, options.data) | {"data": "CIFAR-100" if options.data else "random images of its form"}
+    facts = common.about(device, options.data) | {
+        "data": "CIFAR-100" if options.data else "random images of its form"
+    }
     kept = COUNT * inputs * 4 / 2**20
     note = (
-        f"All inputs together are {kept:.1f} MiB, before and after a step: so much of generation does not hang on how "
+        f"All inputs together are {kept:.1f} MiB, before and after a step: so much of generation "
+        "does not hang on how "
         "many are optimised at a time."
     )
     common.write(
-        options.out, "What generation asks of a small device", facts, [common.table(head, rows), note], {"found": found}
+        options.out,
+        "What generation asks of a small device",
+        facts,
+        [common.table(head, rows), note],
+        {"found": found},
     )
     print(options.out.with_suffix(".md").read_text())
 

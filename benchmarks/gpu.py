@@ -1,14 +1,18 @@
-"""How fast the engine is on one GPU, against a prototype's numbers, a bar, an aim and a plain PyTorch loop.
+"""How fast the engine is on one GPU, against a prototype's numbers, a bar, an aim and a plain
+PyTorch loop.
 
-    python benchmarks/gpu.py --out results/gpu.md [--mapping auto] [--against vmap] [--only fedavg plain ...]
+python benchmarks/gpu.py --out results/gpu.md [--mapping auto] [--against vmap] [--only fedavg plain
+...]
 
-Ten clients (Dirichlet 0.1) x batch 64, the paper's CNN, crop and flip, SGD with momentum and weight decay. Seconds are
-wall time between rounds, after the device has finished: the median of some after warm-up, none of them evaluated but
-where it says so. A local step is a slope, (a round of 400 steps - one of 100) / 300. `--against eager` means vmap.
-Results are written after every part: FILE.md, and all single rounds in FILE.json.
+Ten clients (Dirichlet 0.1) x batch 64, the paper's CNN, crop and flip, SGD with momentum and weight
+decay. Seconds are wall time between rounds, after the device has finished: the median of some after
+warm-up, none of them evaluated but where it says so. A local step is a slope, (a round of 400 steps
+- one of 100) / 300. `--against eager` means vmap. Results are written after every part: FILE.md,
+and all single rounds in FILE.json.
 """
 
 import argparse
+import contextlib
 import os
 import statistics
 import subprocess
@@ -26,12 +30,12 @@ import torch
 
 from fedcog.algorithms import ALGORITHMS
 from fedcog.data import Dataset
-from fedcog.experiments.config import Experiment
-from fedcog.experiments.prepare import find_device, surroundings
-from fedcog.experiments.run import carry_out
-from fedcog.experiments.turns import in_step
-from fedcog.federation.rounds import Diverged
-from fedcog.fitness import ModelError
+from fedcog.federation.backend import Diverged
+from fedcog.models.checks import ModelError
+from fedcog.runs.config.experiment import Experiment
+from fedcog.runs.environment import find_device, torch_settings
+from fedcog.runs.runner import Runner, RunOptions, run_in_step
+from fedcog.runs.setup import UserObjects
 
 UNDER = ("fedprox", "scaffold", "moon", "fedsam", "fedgen", "vhl", "ditto")
 Found = dict[str, Any]
@@ -58,12 +62,21 @@ class Target(NamedTuple):
 TARGETS = {
     "step": Target("local step, 10 clients x batch 64", "ms", 0.93, 0.45, 0.2),
     "fedavg": Target("FedAvg round, 10 x 400 steps", "s", 0.37, 0.2, 0.08),
-    "fedcog": Target("FedCOG round, 100 generation steps of 256 images a client, 400 steps", "s", 1.04, 0.5, 0.2),
+    "fedcog": Target(
+        "FedCOG round, 100 generation steps of 256 images a client, 400 steps", "s", 1.04, 0.5, 0.2
+    ),
     "ratio": Target("FedAvg round against benchmarks/plain.py", "x", None, 15, 40, more=True),
-    "start": Target("process start to the end of the first FedAvg round, no compiled kernels cached", "s", None, 20),
+    "start": Target(
+        "process start to the end of the first FedAvg round, no compiled kernels cached",
+        "s",
+        None,
+        20,
+    ),
     "start again": Target("the same once more, caches kept", "s"),
     "start bare": Target("the same with nothing cached and no Python byte code either", "s"),
-    "seeds": Target("three seeds of FedAvg as one larger cohort, against one after another", "x", more=True),
+    "seeds": Target(
+        "three seeds of FedAvg as one larger cohort, against one after another", "x", more=True
+    ),
     "evaluation": Target("FedAvg round, and all 11 models on 10,000 test images", "s"),
 }
 
@@ -82,8 +95,14 @@ class Bench:
 
     def experiment(self, mapping: str, algorithm: str = "fedavg", **settings: Any) -> Experiment:
         """The paper's setting under one mapping."""
-        small = {"fedcog": {"start_round": 0, "count": 8, "steps": 2}} if self.options.tiny else None
-        chosen = {"local_steps": self.steps[1], "device": str(self.device), "mapping": mapping} | settings
+        small = (
+            {"fedcog": {"start_round": 0, "count": 8, "steps": 2}} if self.options.tiny else None
+        )
+        chosen = {
+            "local_steps": self.steps[1],
+            "device": str(self.device),
+            "mapping": mapping,
+        } | settings
         chosen |= {"clients": 3, "batch_size": 8} if self.options.tiny else {}
         return common.experiment(algorithm, small, **chosen)
 
@@ -98,7 +117,13 @@ def fedavg(bench: Bench, mapping: str) -> Found:
     short = bench.timed(bench.experiment(mapping, local_steps=few))
     long = bench.timed(bench.experiment(mapping, local_steps=many))
     step = 1e3 * (long.median - short.median) / (many - few)
-    return {"step": step, "fedavg": long.median, "memory": long.memory, "short": short.rounds, "long": long.rounds}
+    return {
+        "step": step,
+        "fedavg": long.median,
+        "memory": long.memory,
+        "short": short.rounds,
+        "long": long.rounds,
+    }
 
 
 def fedcog(bench: Bench, mapping: str) -> Found:
@@ -119,31 +144,49 @@ def against_plain(bench: Bench, mapping: str) -> Found:
     checked = plain.agree(experiment, bench.dataset)
     if not bench.plain:
         bench.plain.update(plain.timed(experiment, bench.dataset, repeats=3))
-    best, ours = min(map(statistics.median, bench.plain.values())), bench.timed(experiment)
+    best = min(map(statistics.median, bench.plain.values()))
+    ours = bench.timed(experiment)
     found = {"ratio": best / ours.median, "plain": best, "ours": ours.rounds}
     return found | {"agreement": checked, "seconds": bench.plain}
 
 
 def start(bench: Bench, mapping: str) -> Found:
-    """A process of its own, three times: with no cache of compiled kernels, with what that left, and with nothing.
+    """A process of its own, three times: with no cache of compiled kernels, with what that left,
+    and with nothing.
 
-    Python's own byte code is there the first two times, as an installer leaves it, and not the third.
+    Python's own byte code is there the first two times, as an installer leaves it, and not the
+    third.
     """
-    command = [sys.executable, __file__, "--first-round", "--mapping", mapping, "--device", str(bench.device)]
+    command = [
+        sys.executable,
+        __file__,
+        "--first-round",
+        "--mapping",
+        mapping,
+        "--device",
+        str(bench.device),
+    ]
     command += ["--data", bench.options.data] if bench.options.data else []
     command += ["--tiny"] if bench.options.tiny else []
     modules = "torch._inductor.compile_fx, torch._inductor.codegen.triton, triton.compiler, fedcog"
     with tempfile.TemporaryDirectory() as folder:
-        usual, bare = _environment(Path(folder, "usual")), _environment(Path(folder, "bare"))
+        usual = _environment(Path(folder, "usual"))
+        bare = _environment(Path(folder, "bare"))
         usual.pop("PYTHONDONTWRITEBYTECODE", None)
         subprocess.run([sys.executable, "-c", f"import {modules}"], env=usual, check=True)
         found = {name: _first_round(command, usual) for name in ("start", "start again")}
-        return found | {"start bare": _first_round(command, bare | {"PYTHONDONTWRITEBYTECODE": "1"})}
+        return found | {
+            "start bare": _first_round(command, bare | {"PYTHONDONTWRITEBYTECODE": "1"})
+        }
 
 
 def _environment(folder: Path) -> dict[str, str]:
     """This process's, but with every cache below `folder`, where there is nothing yet."""
-    caches = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor", "CUDA_CACHE_PATH": "cuda"}
+    caches = {
+        "TRITON_CACHE_DIR": "triton",
+        "TORCHINDUCTOR_CACHE_DIR": "inductor",
+        "CUDA_CACHE_PATH": "cuda",
+    }
     caches |= {"FEDCOG_CACHE": "fedcog", "PYTHONPYCACHEPREFIX": "bytecode"}
     return os.environ | {name: str(folder / part) for name, part in caches.items()}
 
@@ -162,20 +205,29 @@ def algorithms(bench: Bench, mapping: str) -> Found:
 
 def together(bench: Bench, mapping: str) -> Found:
     """How much sooner a comparison's seeds are done as one larger cohort than one after another."""
-    warm, last = bench.warm, bench.warm + 2 * bench.count
+    warm = bench.warm
+    last = bench.warm + 2 * bench.count
 
     def seconds(count: int) -> float:
-        """Of a round of so many seeds, after warm-up; the last one, which is evaluated, does not count."""
+        """Of a round of so many seeds, after warm-up; the last one, which is evaluated, does not
+        count.
+        """
         ends: list[float] = []
         experiment = common.unscored(bench.experiment(mapping, checkpoint_every=10**6), last)
         seeds = [replace(experiment, seed=seed) for seed in range(count)]
-        with tempfile.TemporaryDirectory() as folder, surroundings(0):
-            in_step(
-                [carry_out(one, Path(folder, str(one.seed)), data=bench.dataset, watch=_noting(ends)) for one in seeds]
-            )
+        with tempfile.TemporaryDirectory() as folder, torch_settings(experiment):
+            objects = UserObjects(bench.dataset)
+            options = RunOptions(callbacks=[_noting(ends)])
+            with contextlib.ExitStack() as stack:
+                runners = [
+                    stack.enter_context(Runner(one, Path(folder, str(one.seed)), objects, options))
+                    for one in seeds
+                ]
+                run_in_step(runners)
         return (ends[last * count - 1] - ends[warm * count - 1]) / (last - warm)
 
-    one, three = seconds(1), seconds(3)
+    one = seconds(1)
+    three = seconds(3)
     return {"seeds": 3 * one / three, "one": one, "three": three}
 
 
@@ -205,14 +257,29 @@ PARTS: dict[str, Callable[[Bench, str], Found]] = {
 
 def main_table(found: dict[str, Found], first: str, second: str, tiny: bool) -> str:
     """What was measured, against what it should be; tiny sizes are not judged."""
-    head = ["work", "prototype", "bar", "aim", f"measured ({first})", "verdict", *([second] if second else [])]
+    head = [
+        "work",
+        "prototype",
+        "bar",
+        "aim",
+        f"measured ({first})",
+        "verdict",
+        *([second] if second else []),
+    ]
     rows = []
     for key, target in TARGETS.items():
         here, there = (_value(found.get(mapping, {}), key) for mapping in (first, second))
         if here is None:
             continue
-        goals = [common.number(goal, target.unit) for goal in (target.prototype, target.bar, target.aim)]
-        row = [target.work, *goals, common.number(here, target.unit), "tiny" if tiny else target.verdict(here)]
+        goals = [
+            common.number(goal, target.unit) for goal in (target.prototype, target.bar, target.aim)
+        ]
+        row = [
+            target.work,
+            *goals,
+            common.number(here, target.unit),
+            "tiny" if tiny else target.verdict(here),
+        ]
         rows.append([*row, *([common.number(there, target.unit)] if second else [])])
     return common.table(head, rows)
 
@@ -224,7 +291,11 @@ def _value(found: Found, key: str) -> float | None:
 
 def algorithm_table(found: dict[str, Found]) -> str:
     """Seconds of a round by algorithm, one column for each mapping that was tried."""
-    tried = {mapping: parts["algorithms"]["algorithms"] for mapping, parts in found.items() if "algorithms" in parts}
+    tried = {
+        mapping: parts["algorithms"]["algorithms"]
+        for mapping, parts in found.items()
+        if "algorithms" in parts
+    }
     if not tried:
         return ""
     names = next(iter(tried.values()))
@@ -234,7 +305,11 @@ def algorithm_table(found: dict[str, Found]) -> str:
 
 
 def _cell(one: Found) -> str:
-    return one["failed"] if "failed" in one else f"{one['seconds']:.3f} s, {one['memory'] / 2**30:.2f} GiB"
+    return (
+        one["failed"]
+        if "failed" in one
+        else f"{one['seconds']:.3f} s, {one['memory'] / 2**30:.2f} GiB"
+    )
 
 
 def report(bench: Bench, found: dict[str, Found], mappings: list[str]) -> None:
@@ -243,15 +318,28 @@ def report(bench: Bench, found: dict[str, Found], mappings: list[str]) -> None:
     notes = []
     if "plain" in found[mappings[0]]:
         part = found[mappings[0]]["plain"]
-        rounds = ", ".join(f"{layout} {min(seconds):.3f} s" for layout, seconds in part["seconds"].items())
+        rounds = ", ".join(
+            f"{layout} {min(seconds):.3f} s" for layout, seconds in part["seconds"].items()
+        )
         notes.append(
-            f"The plain loop's fastest rounds: {rounds} (cuDNN's search on, TF32 convolutions as torch ships). After "
+            f"The plain loop's fastest rounds: {rounds} (cuDNN's search on, TF32 convolutions as "
+            "torch ships). After "
             f"{part['agreement']['steps']} steps without TF32, it and the engine differ by "
             f"{part['agreement']['relative']:.0e} of the way they went."
         )
-    parts = [main_table(found, mappings[0], second, bench.options.tiny), *notes, algorithm_table(found)]
+    parts = [
+        main_table(found, mappings[0], second, bench.options.tiny),
+        *notes,
+        algorithm_table(found),
+    ]
     facts = common.about(bench.device, bench.options.data)
-    common.write(bench.options.out, "Speed on one GPU", facts, [part for part in parts if part], {"found": found})
+    common.write(
+        bench.options.out,
+        "Speed on one GPU",
+        facts,
+        [part for part in parts if part],
+        {"found": found},
+    )
 
 
 def first_round(bench: Bench, mapping: str) -> None:
@@ -265,10 +353,14 @@ def main() -> None:
     """Measure the parts asked for, and write them down one by one."""
     parser = common.parser(__doc__, "results/gpu.md")
     parser.add_argument(
-        "--mapping", default="auto", help="how clients are run, as in fedcog run (default: %(default)s)"
+        "--mapping",
+        default="auto",
+        help="how clients are run, as in fedcog run (default: %(default)s)",
     )
     parser.add_argument("--against", help="another mapping to compare with; eager: vmap")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="these parts alone")
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, default=list(PARTS), help="these parts alone"
+    )
     parser.add_argument("--first-round", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     device = find_device(options.device)

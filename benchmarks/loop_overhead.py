@@ -1,9 +1,11 @@
-"""What the engine's loop costs beside a hand-written PyTorch loop doing the same arithmetic, on one CPU thread.
+"""What the engine's loop costs beside a hand-written PyTorch loop doing the same arithmetic, on one
+CPU thread.
 
-    python benchmarks/loop_overhead.py [--clients 4] [--steps 50] [--repeats 5] [--no-augment]
+python benchmarks/loop_overhead.py [--clients 4] [--steps 50] [--repeats 5] [--no-augment]
 
-One FedAvg round of the paper's CNN (62,006 parameters, batch 64, crop and flip, SGD with momentum and weight decay) on
-random images of CIFAR-10's size. Both sides train on the same batches; the results must agree before times are printed.
+One FedAvg round of the paper's CNN (62,006 parameters, batch 64, crop and flip, SGD with momentum
+and weight decay) on random images of CIFAR-10's size. Both sides train on the same batches; the
+results must agree before times are printed.
 """
 
 import argparse
@@ -16,15 +18,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedcog.algorithms import FedAvg
+from fedcog.core.optimizers import Optimizer
+from fedcog.core.tasks import SingleLabel
 from fedcog.data import FederatedData, from_arrays
-from fedcog.federation.cohort import Cohort
-from fedcog.federation.simulation import Simulation
-from fedcog.models import Model, build
-from fedcog.optimiser import Optimiser
-from fedcog.task import SingleLabel
+from fedcog.engine.cohort import Cohort, CohortConfig, RoundSpec
+from fedcog.federation.simulator import LocalWorkload, Simulator
+from fedcog.models.functional import Model
+from fedcog.models.zoo import build
 
-BATCH, LR, SIZE = 64, 0.01, 2000
-MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+BATCH = 64
+LR = 0.01
+SIZE = 2000
+MEAN = (0.4914, 0.4822, 0.4465)
+STD = (0.2470, 0.2435, 0.2616)
 
 
 def crop(images: Tensor, down: Tensor, right: Tensor, flip: Tensor) -> Tensor:
@@ -37,30 +43,39 @@ def crop(images: Tensor, down: Tensor, right: Tensor, flip: Tensor) -> Tensor:
 
 
 def by_hand(module: nn.Module, data: FederatedData, clients: int, steps: int) -> dict[str, Tensor]:
-    """FedAvg's round as one would write it: a model, an optimiser and a loop per client, then the mean."""
-    mean, std = torch.tensor(MEAN)[:, None, None], torch.tensor(STD)[:, None, None]
-    plan = data.plan(0, torch.arange(clients), steps, BATCH)
+    """FedAvg's round as one would write it: a model, an optimiser and a loop per client, then the
+    mean.
+    """
+    mean = torch.tensor(MEAN)[:, None, None]
+    std = torch.tensor(STD)[:, None, None]
+    plan = data.plan_batches(0, torch.arange(clients), steps, BATCH)
     locals_ = []
     for client in range(clients):
         local = copy.deepcopy(module).train()
         optimiser = torch.optim.SGD(local.parameters(), lr=LR, momentum=0.9, weight_decay=1e-5)
         for step in range(steps):
-            index = plan.picks[client, step]
+            index = plan.indices[client, step]
             images = data.train_x[index]
-            if plan.moves is not None:
-                images = crop(images, *plan.moves[client, step].unbind(-1))
-            x = ((images.float() / 255 - mean) / std).contiguous(memory_format=torch.channels_last)  # the faster way
+            if plan.crops is not None:
+                images = crop(images, *plan.crops[client, step].unbind(-1))
+            x = ((images.float() / 255 - mean) / std).contiguous(
+                memory_format=torch.channels_last
+            )  # the faster way
             loss = F.cross_entropy(local(x), data.train_y[index])
             optimiser.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
         locals_.append(dict(local.named_parameters()))
-    return {name: torch.stack([one[name].detach() for one in locals_]).mean(0) for name in locals_[0]}
+    return {
+        name: torch.stack([one[name].detach() for one in locals_]).mean(0) for name in locals_[0]
+    }
 
 
 def main() -> None:
     """Check that both agree, time them in turn, and print the ratio of the medians."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--repeats", type=int, default=5)
@@ -70,22 +85,31 @@ def main() -> None:
     draw = torch.Generator().manual_seed(0)
     x = torch.randint(0, 256, (SIZE, 3, 32, 32), dtype=torch.uint8, generator=draw)
     y = torch.randint(0, 10, (SIZE,), generator=draw)
-    dataset = from_arrays(x, y, x[:10], y[:10], classes=[str(c) for c in range(10)], mean=MEAN, std=STD)
+    dataset = from_arrays(
+        x, y, x[:10], y[:10], classes=[str(c) for c in range(10)], mean=MEAN, std=STD
+    )
     data = FederatedData(
-        dataset, list(torch.arange(SIZE).chunk(options.clients)), seed=0, augment=not options.no_augment
+        dataset,
+        list(torch.arange(SIZE).chunk(options.clients)),
+        seed=0,
+        augment=not options.no_augment,
     )
     module = build("cnn", (3, 32, 32), 10, seed=0)
-    model, algorithm = Model(module, (3, 32, 32), 10), FedAvg()
-    cohort = Cohort(model, SingleLabel(10), data, Optimiser(), batch_size=BATCH, mapping="loop")
-    backend = Simulation(cohort, local_steps=options.steps, local_epochs=0, weight_cap=0)
-    server = backend.begin(algorithm)
+    model = Model(module, (3, 32, 32), 10)
+    algorithm = FedAvg()
+    config = CohortConfig(batch_size=BATCH, mapping="loop")
+    cohort = Cohort(model, SingleLabel(10), data, Optimizer(), config)
+    simulator = Simulator(cohort, LocalWorkload(local_steps=options.steps))
+    server = simulator.init_server(algorithm)
 
     def engine() -> dict[str, Tensor]:
-        total = backend.gather(algorithm, algorithm.broadcast(server), range(options.clients), 0, LR, None).total
+        spec = RoundSpec(algorithm, algorithm.broadcast(server), 0, LR, False)
+        total = simulator.train(spec, range(options.clients))[0].total
         params: dict[str, Tensor] = algorithm.server_update(server, total, {})["params"]
         return params
 
-    ours, theirs = engine(), by_hand(module, data, options.clients, options.steps)
+    ours = engine()
+    theirs = by_hand(module, data, options.clients, options.steps)
     worst = max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
     print(f"largest difference of a parameter: {worst:.1e}")
     assert worst < 1e-4, "the two loops do not do the same arithmetic"
@@ -103,9 +127,8 @@ def main() -> None:
     for name, seconds in times.items():
         shown = ", ".join(f"{one:.2f}" for one in seconds)
         print(f"{name:8} {1e3 * median[name] / steps:6.2f} ms a step  (rounds: {shown} s)")
-    print(
-        f"ratio engine / by hand: {median['engine'] / median['by hand']:.3f}  (torch {torch.__version__}, one thread)"
-    )
+    ratio = median["engine"] / median["by hand"]
+    print(f"ratio engine / by hand: {ratio:.3f}  (torch {torch.__version__}, one thread)")
 
 
 if __name__ == "__main__":

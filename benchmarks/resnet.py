@@ -1,13 +1,16 @@
-"""How fast and how large ResNet-18 is on one GPU: ten clients of a FLAIR-shaped federation, against a plain loop.
+"""How fast and how large ResNet-18 is on one GPU: ten clients of a FLAIR-shaped federation, against
+a plain loop.
 
-    python benchmarks/resnet.py --out results/resnet.md [--models resnet18 resnet18-gn] [--mappings graph vmap loop]
-    python benchmarks/resnet.py --out results/kernels.md --trace 60 [--algorithm fedcog --count 256] [--cohort 30]
-                                                              (which kernels a round in TF32 is made of)
+    python benchmarks/resnet.py --out results/resnet.md [--models resnet18 resnet18-gn]
+        [--mappings graph vmap loop]
+    python benchmarks/resnet.py --out results/kernels.md --trace 60 [--algorithm fedcog]
+        [--count 256] [--cohort 30]    (which kernels a round in TF32 runs)
 
-Ten of 200 clients take part in a round of 10 steps of batch 32 on random images of 64x64 with 17 labels, as the
-paper's experiment on FLAIR has it; SGD with momentum, crop and flip. The plain loop trains them one after another, a
-model and an optimiser each (foreach), with cuDNN's search on and convolutions in TF32, as torch ships. Seconds are wall
-time of a round, after the device has finished: the median of some after warm-up, none of them evaluated.
+Ten of 200 clients take part in a round of 10 steps of batch 32 on random images of 64x64 with 17
+labels, as the paper's experiment on FLAIR has it; SGD with momentum, crop and flip. The plain loop
+trains them one after another, a model and an optimiser each (foreach), with cuDNN's search on and
+convolutions in TF32, as torch ships. Seconds are wall time of a round, after the device has
+finished: the median of some after warm-up, none of them evaluated.
 """
 
 import argparse
@@ -25,17 +28,20 @@ import torch
 import torch.nn.functional as F
 
 from fedcog.data import Dataset
-from fedcog.experiments.config import Experiment
-from fedcog.experiments.prepare import Prepared, find_device
-from fedcog.models import build
+from fedcog.models.zoo import build
+from fedcog.runs.config.experiment import Experiment
+from fedcog.runs.environment import find_device
+from fedcog.runs.setup import ExperimentSetup, UserObjects
 
-LABELS, SIDE = 17, 64
+LABELS = 17
+SIDE = 64
 Found = dict[str, Any]
 
 
 def images(users: int, each: int = 48, test: int = 100) -> Dataset:
     """Random images of several labels each, as many for every user."""
-    draw, count = np.random.default_rng(0), users * each
+    draw = np.random.default_rng(0)
+    count = users * each
     inputs = torch.from_numpy(draw.integers(0, 256, (count + test, 3, SIDE, SIDE), dtype=np.uint8))
     labels = torch.from_numpy(draw.random((count + test, LABELS)) < 0.16)
     owners = torch.arange(users).repeat_interleave(each)
@@ -50,7 +56,13 @@ def setting(
     """The paper's experiment on FLAIR, but for the data."""
     chosen: Found = {"partition": "natural", "clients": options.clients}
     chosen |= {"participation": options.cohort / options.clients}
-    chosen |= {"local_steps": 10, "batch_size": 32, "model": model, "mapping": mapping, "min_examples": 1}
+    chosen |= {
+        "local_steps": 10,
+        "batch_size": 32,
+        "model": model,
+        "mapping": mapping,
+        "min_examples": 1,
+    }
     made = {"start_round": 0, "count": options.count, "steps": options.generation_steps}
     small = {"fedcog": made | ({"steps": 2, "count": 2} if options.tiny else {})}
     return common.experiment(algorithm, small, **chosen | {"device": options.device} | more)
@@ -58,26 +70,37 @@ def setting(
 
 def by_hand(experiment: Experiment, dataset: Dataset, repeats: int) -> list[float]:
     """Seconds of rounds in a plain loop, in the better of two memory layouts."""
-    ready = Prepared(experiment, dataset)
-    data, members = ready.data, range(10)
+    ready = ExperimentSetup(experiment, UserObjects(dataset))
+    data = ready.data
+    members = range(10)
     module = build(experiment.model, (3, SIDE, SIDE), LABELS, 0).to(data.device)
-    mean, std = (torch.tensor(part, device=data.device)[:, None, None] for part in (dataset.mean, dataset.std))
+    mean, std = (
+        torch.tensor(part, device=data.device)[:, None, None]
+        for part in (dataset.mean, dataset.std)
+    )
     found: dict[str, list[float]] = {}
     for layout, last in plain.LAYOUTS.items():
-        form, ends = torch.channels_last if last else torch.contiguous_format, []
+        form = torch.channels_last if last else torch.contiguous_format
+        ends = []
         with plain.convolutions(tf32=True, search=True):
             for round in range(repeats + 1):
-                plan = data.plan(round, torch.tensor(members), experiment.local_steps, experiment.batch_size)
+                plan = data.plan_batches(
+                    round, torch.tensor(members), experiment.local_steps, experiment.batch_size
+                )
                 trained = []
                 for place in members:
                     local = copy.deepcopy(module).to(memory_format=form).train()  # type: ignore[call-overload]
-                    optimiser = torch.optim.SGD(local.parameters(), 0.01, 0.9, weight_decay=1e-5, foreach=True)
+                    optimiser = torch.optim.SGD(
+                        local.parameters(), 0.01, 0.9, weight_decay=1e-5, foreach=True
+                    )
                     for step in range(experiment.local_steps):
-                        index = plan.picks[place, step]
+                        index = plan.indices[place, step]
                         inputs = (data.train_x[index].float() / 255 - mean) / std
                         optimiser.zero_grad()
                         outputs = local(inputs.contiguous(memory_format=form))
-                        F.binary_cross_entropy_with_logits(outputs, data.train_y[index].float()).backward()  # type: ignore[no-untyped-call]
+                        F.binary_cross_entropy_with_logits(
+                            outputs, data.train_y[index].float()
+                        ).backward()  # type: ignore[no-untyped-call]
                         optimiser.step()
                     trained.append(local.state_dict())
                 for name in trained[0]:
@@ -87,18 +110,30 @@ def by_hand(experiment: Experiment, dataset: Dataset, repeats: int) -> list[floa
     return min(found.values(), key=statistics.median)
 
 
-def kernels(options: argparse.Namespace, dataset: Dataset, device: torch.device, **small: Any) -> None:
+def kernels(
+    options: argparse.Namespace, dataset: Dataset, device: torch.device, **small: Any
+) -> None:
     """What a round on a GPU is made of, by kernel and grid, the longest first."""
-    experiment = setting(options, options.models[0], options.mappings[0], options.algorithm, tf32=True, **small)
+    experiment = setting(
+        options, options.models[0], options.mappings[0], options.algorithm, tf32=True, **small
+    )
     events, seconds = trace.recorded(experiment, dataset, host=False)
-    spans = [event for event in events if event["ph"] == "X" and event.get("cat") in trace.ON_DEVICE]
+    spans = [
+        event for event in events if event["ph"] == "X" and event.get("cat") in trace.ON_DEVICE
+    ]
     for event in spans:
         event["name"] = f"{event['name'][:80]} {event.get('args', {}).get('grid', '')}"
     longest = list(trace.summed(spans).items())[: options.trace]
-    rows = [[f"`{name}`", f"{one['count']:.0f}", f"{1e3 * one['seconds']:.3f} ms"] for name, one in longest]
-    told = f"{len(spans):,} kernels and copies, {1e3 * trace.busy(spans):.1f} of {1e3 * seconds:.1f} ms busy."
+    rows = [
+        [f"`{name}`", f"{one['count']:.0f}", f"{1e3 * one['seconds']:.3f} ms"]
+        for name, one in longest
+    ]
+    told = f"{len(spans):,} kernels and copies, "
+    told += f"{1e3 * trace.busy(spans):.1f} of {1e3 * seconds:.1f} ms busy."
     parts = [told, common.table(["kernel and grid", "count", "time"], rows)]
-    common.write(options.out, "A round of ResNet-18, by kernel", common.about(device, None), parts, {})
+    common.write(
+        options.out, "A round of ResNet-18, by kernel", common.about(device, None), parts, {}
+    )
     print(options.out.with_suffix(".md").read_text())
 
 
@@ -109,15 +144,22 @@ def main() -> None:
     parser.add_argument("--mappings", nargs="+", default=["graph", "vmap", "loop"])
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--cohort", type=int, default=10, help="clients in a round")
-    parser.add_argument("--count", type=int, default=32, help="inputs that a client of FedCOG generates")
+    parser.add_argument(
+        "--count", type=int, default=32, help="inputs that a client of FedCOG generates"
+    )
     parser.add_argument("--generation-steps", type=int, default=100)
-    parser.add_argument("--algorithm", default="fedavg", help="of the round whose kernels are listed")
+    parser.add_argument(
+        "--algorithm", default="fedavg", help="of the round whose kernels are listed"
+    )
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--trace", type=int, default=0, help="time nothing, and list so many kernels of a round")
+    parser.add_argument(
+        "--trace", type=int, default=0, help="time nothing, and list so many kernels of a round"
+    )
     options = parser.parse_args()
     device = find_device(options.device)
     if options.tiny:
-        options.clients, options.repeats = 12, 2
+        options.clients = 12
+        options.repeats = 2
     dataset = images(options.clients, 3 if options.tiny else 48)
     small: Found = {"local_steps": 1, "batch_size": 2} if options.tiny else {}
     if options.trace:
@@ -127,12 +169,15 @@ def main() -> None:
     rows: list[list[str]] = []
 
     def note(model: str, what: str, timing: common.Timing, against: float) -> None:
-        seconds, memory = timing.rounds, timing.memory
+        seconds = timing.rounds
+        memory = timing.memory
         median = statistics.median(seconds)
         found.setdefault(model, {})[what] = timing._asdict()
         ratio = f"{against / median:.2f}x" if against else "-"
         first = common.number(timing.first, "s") if timing.first else "-"
-        rows.append([model, what, common.number(median, "s"), first, f"{memory / 2**30:.2f} GiB", ratio])
+        rows.append(
+            [model, what, common.number(median, "s"), first, f"{memory / 2**30:.2f} GiB", ratio]
+        )
         head = [
             "network",
             "round of 10 clients",
@@ -141,9 +186,13 @@ def main() -> None:
             "GPU memory at most",
             "plain loop / this",
         ]
-        facts = common.about(device, None) | {"data": f"random images of {SIDE}x{SIDE}, {options.clients} users"}
+        facts = common.about(device, None) | {
+            "data": f"random images of {SIDE}x{SIDE}, {options.clients} users"
+        }
         facts["TF32"] = "on in the plain loop's convolutions and where a row names it"
-        common.write(options.out, "ResNet-18 on one GPU", facts, [common.table(head, rows)], {"found": found})
+        common.write(
+            options.out, "ResNet-18 on one GPU", facts, [common.table(head, rows)], {"found": found}
+        )
         print(rows[-1], file=sys.stderr, flush=True)
 
     for model in options.models:

@@ -1,12 +1,14 @@
-"""How the time of a round grows with the number of clients and with the size of the model, beside what the GPU allows.
+"""How the time of a round grows with the number of clients and with the size of the model, beside
+what the GPU allows.
 
-    python benchmarks/scaling.py --out results/scaling [--mapping auto] [--only clients size]
+python benchmarks/scaling.py --out results/scaling [--mapping auto] [--only clients size]
 
-Clients: 1 to 1,000 with the paper's CNN; size: the CNN with 1 to 8 times its channels and units, ten clients. Rounds of
-200 steps of batch 64, none evaluated; the time of a step is a round's by its steps, whatever else the round does
-included. The floor of a step is the longer of two times: floating-point operations of forward and backward passes at
-the peak rate, and bytes at the memory's rate, where parameters, momentum and gradients are read and written once, and
-the images and the outputs of convolutions and linear layers written once and read once. Writes results/scaling.json,
+Clients: 1 to 1,000 with the paper's CNN; size: the CNN with 1 to 8 times its channels and units,
+ten clients. Rounds of 200 steps of batch 64, none evaluated; the time of a step is a round's by its
+steps, whatever else the round does included. The floor of a step is the longer of two times:
+floating-point operations of forward and backward passes at the peak rate, and bytes at the memory's
+rate, where parameters, momentum and gradients are read and written once, and the images and the
+outputs of convolutions and linear layers written once and read once. Writes results/scaling.json,
 .md, .svg and .png.
 """
 
@@ -20,11 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from fedcog.data import Dataset
-from fedcog.experiments.prepare import find_device
+from fedcog.runs.environment import find_device
 
 CLIENTS = (1, 10, 30, 100, 1000)
 MULTIPLES = (1, 2, 4, 8)
-BATCH, STEPS, FLOAT = 64, 200, 4
+BATCH = 64
+STEPS = 200
+FLOAT = 4
 
 
 class Work(NamedTuple):
@@ -53,8 +57,9 @@ def wide(multiple: int) -> nn.Module:
 
 
 def work(module: nn.Module) -> Work:
-    """Operations and bytes of a step, counted layer by layer: 2 for each weight an output is made of, forward, for the
-    weights' gradient, and for the inputs' in all layers but the first."""
+    """Operations and bytes of a step, counted layer by layer: 2 for each weight an output is made
+    of, forward, for the weights' gradient, and for the inputs' in all layers but the first.
+    """
     layers: list[tuple[int, int]] = []  # outputs, weights of each
 
     def see(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -67,13 +72,18 @@ def work(module: nn.Module) -> Work:
     images = torch.zeros(BATCH, 3, 32, 32)
     module(images)
     passes = [2, *[3] * (len(layers) - 1)]
-    operations = sum(2.0 * outputs * weights * times for (outputs, weights), times in zip(layers, passes, strict=True))
+    operations = sum(
+        2.0 * outputs * weights * times
+        for (outputs, weights), times in zip(layers, passes, strict=True)
+    )
     parameters = sum(value.numel() for value in module.parameters())
     activations = images.numel() + sum(outputs for outputs, _ in layers)
     return Work(parameters, operations, FLOAT * (6.0 * parameters + 2.0 * activations))
 
 
-def point(options: argparse.Namespace, data: Dataset, clients: int, multiple: int) -> dict[str, Any]:
+def point(
+    options: argparse.Namespace, data: Dataset, clients: int, multiple: int
+) -> dict[str, Any]:
     """One point of a curve: a round, a step, the floor, the memory."""
     steps = 4 if options.tiny else STEPS
     experiment = common.experiment(
@@ -117,7 +127,9 @@ def figure(out: Path, curves: dict[str, list[dict[str, Any]]], device: str) -> N
         across = [one["clients" if name == "clients" else "parameters"] for one in points]
         steps = [1e3 * one["step"] for one in points]
         panel.loglog(across, steps, "o-", color="#1f5fa8", label="measured", nonpositive="mask")
-        panel.loglog(across, [1e3 * one["floor"] for one in points], "s--", color="#c05020", label="floor")
+        panel.loglog(
+            across, [1e3 * one["floor"] for one in points], "s--", color="#c05020", label="floor"
+        )
         panel.set(xlabel=labels[name], ylabel="milliseconds per local step, batch 64")
         panel.grid(True, which="major", alpha=0.3)
         panel.legend(frameon=False)
@@ -129,7 +141,15 @@ def figure(out: Path, curves: dict[str, list[dict[str, Any]]], device: str) -> N
 
 def report(options: argparse.Namespace, curves: dict[str, list[dict[str, Any]]]) -> None:
     """Write what is known so far."""
-    head = ["clients", "parameters", f"round of {STEPS} steps", "step", "floor", "step / floor", "peak GPU memory"]
+    head = [
+        "clients",
+        "parameters",
+        f"round of {STEPS} steps",
+        "step",
+        "floor",
+        "step / floor",
+        "peak GPU memory",
+    ]
     rows = [
         [f"{one['clients']:,}", f"{one['parameters']:,}", common.number(1e3 * one["round"], "ms")]
         + [common.number(1e3 * one[key], "ms") for key in ("step", "floor")]
@@ -141,7 +161,9 @@ def report(options: argparse.Namespace, curves: dict[str, list[dict[str, Any]]])
     facts["floor"] = f"{options.tflops:g} TFLOP/s float32, {options.bandwidth:g} TB/s"
     if options.failed:
         facts["out of memory"] = "; ".join(options.failed)
-    common.write(options.out, "How time grows", facts, [common.table(head, rows)], {"curves": curves})
+    common.write(
+        options.out, "How time grows", facts, [common.table(head, rows)], {"curves": curves}
+    )
     figure(options.out, {name: points for name, points in curves.items() if points}, facts["GPU"])
 
 
@@ -149,18 +171,33 @@ def main() -> None:
     """Measure point by point, and write after each."""
     parser = common.parser(__doc__, "results/scaling")
     parser.add_argument(
-        "--mapping", default="auto", help="how clients are run, as in fedcog run (default: %(default)s)"
+        "--mapping",
+        default="auto",
+        help="how clients are run, as in fedcog run (default: %(default)s)",
     )
-    parser.add_argument("--only", nargs="+", choices=("clients", "size"), default=["clients", "size"])
-    parser.add_argument("--repeats", type=int, default=3, help="timed rounds, of which the median counts")
-    parser.add_argument("--tflops", type=float, default=67.0, help="peak rate in float32, TFLOP/s (an H200's)")
-    parser.add_argument("--bandwidth", type=float, default=4.3, help="rate of the memory, TB/s (an H200's)")
+    parser.add_argument(
+        "--only", nargs="+", choices=("clients", "size"), default=["clients", "size"]
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="timed rounds, of which the median counts"
+    )
+    parser.add_argument(
+        "--tflops", type=float, default=67.0, help="peak rate in float32, TFLOP/s (an H200's)"
+    )
+    parser.add_argument(
+        "--bandwidth", type=float, default=4.3, help="rate of the memory, TB/s (an H200's)"
+    )
     options = parser.parse_args()
-    options.device, options.failed = find_device(options.device), list[str]()
+    options.device = find_device(options.device)
+    options.failed = list[str]()
     data = common.images(options.data, *((200, 20) if options.tiny else ()))
-    across = {"clients": [(clients, 1) for clients in CLIENTS], "size": [(10, multiple) for multiple in MULTIPLES]}
+    across = {
+        "clients": [(clients, 1) for clients in CLIENTS],
+        "size": [(10, multiple) for multiple in MULTIPLES],
+    }
     if options.tiny:
-        options.repeats, across = 2, {"clients": [(1, 1), (3, 1)], "size": [(2, 1), (2, 2)]}
+        options.repeats = 2
+        across = {"clients": [(1, 1), (3, 1)], "size": [(2, 1), (2, 2)]}
     curves: dict[str, list[dict[str, Any]]] = {name: [] for name in options.only}
     for name in options.only:
         for clients, multiple in across[name]:

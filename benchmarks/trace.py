@@ -1,11 +1,14 @@
-"""What the GPU and the driver do in one round of FedAvg and one of FedCOG: launches, copies, waits, kernels, idle time.
+"""What the GPU and the driver do in one round of FedAvg and one of FedCOG: launches, copies, waits,
+kernels, idle time.
 
-    python benchmarks/trace.py --out results/trace.md [--mapping auto] [--algorithms fedavg fedcog] [--steps 400]
+python benchmarks/trace.py --out results/trace.md [--mapping auto] [--algorithms fedavg fedcog]
+[--steps 400]
 
-Each round is profiled by torch after two rounds of warm-up. In the long rounds only the device and the driver's calls
-are recorded, since noting every PyTorch operation would slow the host and so leave the GPU idle. A short round of
-`--short` steps is recorded with PyTorch's operations and written as FILE-ALGORITHM.trace.json.gz (ui.perfetto.dev shows
-it); to stay below 500 kB it goes without those operations, and if need be with fewer steps.
+Each round is profiled by torch after two rounds of warm-up. In the long rounds only the device and
+the driver's calls are recorded, since noting every PyTorch operation would slow the host and so
+leave the GPU idle. A short round of `--short` steps is recorded with PyTorch's operations and
+written as FILE-ALGORITHM.trace.json.gz (ui.perfetto.dev shows it); to stay below 500 kB it goes
+without those operations, and if need be with fewer steps.
 """
 
 import argparse
@@ -22,11 +25,13 @@ import common
 from torch.profiler import ProfilerActivity, profile
 
 from fedcog.data import Dataset
-from fedcog.experiments.config import Experiment
-from fedcog.experiments.prepare import find_device
+from fedcog.runs.config.experiment import Experiment
+from fedcog.runs.environment import find_device
 
-LIMIT, WARM = 500_000, 2
-ON_DEVICE, BY_DRIVER = {"kernel", "gpu_memcpy", "gpu_memset"}, {"cuda_runtime", "cuda_driver"}
+LIMIT = 500_000
+WARM = 2
+ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+BY_DRIVER = {"cuda_runtime", "cuda_driver"}
 CALLS = ("GraphLaunch", "LaunchKernel", "Memcpy", "Memset", "Synchronize", "Malloc", "EventQuery")
 Event = dict[str, Any]
 
@@ -48,15 +53,19 @@ def recorded(experiment: Experiment, data: Dataset, host: bool) -> tuple[list[Ev
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        events: list[Event] = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
+        events: list[Event] = json.loads(path.read_text(encoding="utf-8", errors="replace"))[
+            "traceEvents"
+        ]
     return [event for event in events if event.get("ph") in ("X", "M")], seconds
 
 
 def busy(events: Iterable[Event]) -> float:
     """Seconds in which the device was doing something: intervals that overlap count once."""
-    total, end = 0.0, 0.0
+    total = 0.0
+    end = 0.0
     for event in sorted(events, key=lambda event: float(event["ts"])):
-        start, stop = float(event["ts"]), float(event["ts"]) + float(event["dur"])
+        start = float(event["ts"])
+        stop = float(event["ts"]) + float(event["dur"])
         total += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return total / 1e6
@@ -64,7 +73,8 @@ def busy(events: Iterable[Event]) -> float:
 
 def summed(events: Iterable[Event]) -> dict[str, dict[str, float]]:
     """Count and seconds by name, the longest first."""
-    count, seconds = Counter[str](), Counter[str]()
+    count = Counter[str]()
+    seconds = Counter[str]()
     for event in events:
         count[event["name"]] += 1
         seconds[event["name"]] += event["dur"] / 1e6
@@ -94,18 +104,28 @@ def summary(events: list[Event], profiled: float, unprofiled: float) -> dict[str
 
 def described(name: str, found: dict[str, Any], top: int) -> str:
     """A round's summary in Markdown."""
-    share = 100 * found["busy share of the profiled round"], 100 * found["busy share of an unprofiled round"]
+    share = (
+        100 * found["busy share of the profiled round"],
+        100 * found["busy share of an unprofiled round"],
+    )
     parts = [
         f"## {name}",
-        f"{found['kernels']:,} kernels. GPU busy {1e3 * found['seconds busy']:.1f} ms: {share[0]:.0f} % of the "
-        f"profiled round ({1e3 * found['seconds profiled']:.1f} ms), {share[1]:.0f} % of an unprofiled one (median "
-        f"{1e3 * found['seconds unprofiled']:.1f} ms). Two calls of cudaDeviceSynchronize are this script's own.",
+        f"{found['kernels']:,} kernels. GPU busy {1e3 * found['seconds busy']:.1f} ms: "
+        f"{share[0]:.0f} % of the "
+        f"profiled round ({1e3 * found['seconds profiled']:.1f} ms), {share[1]:.0f} % of an "
+        "unprofiled one (median "
+        f"{1e3 * found['seconds unprofiled']:.1f} ms). Two calls of cudaDeviceSynchronize are "
+        "this script's own.",
     ]
     for title, key, most in (
         ("call", "calls", 1000),
         ("copy or fill", "copies", 1000),
         (f"the {top} kernels that took longest", "top kernels", top),
-        (f"the {top} host operations that took longest, inner ones included", "host operations", top),
+        (
+            f"the {top} host operations that took longest, inner ones included",
+            "host operations",
+            top,
+        ),
     ):
         rows = [
             [f"`{label[:100]}`", f"{one['count']:,.0f}", f"{1e3 * one['seconds']:.2f} ms"]
@@ -120,7 +140,11 @@ def packed(events: list[Event]) -> bytes:
     kept = []
     for event in events:
         arguments = event.get("args", {})
-        slim: Event = {key: event[key] for key in ("ph", "cat", "name", "pid", "tid", "ts", "dur") if key in event}
+        slim: Event = {
+            key: event[key]
+            for key in ("ph", "cat", "name", "pid", "tid", "ts", "dur")
+            if key in event
+        }
         slim["name"] = slim["name"][:120]
         wanted = ("correlation",) if event["ph"] == "X" else ("name", "labels", "sort_index")
         slim["args"] = {key: arguments[key] for key in wanted if key in arguments}
@@ -130,16 +154,23 @@ def packed(events: list[Event]) -> bytes:
 
 def short_trace(options: argparse.Namespace, data: Dataset, algorithm: str) -> tuple[bytes, str]:
     """The trace of a short round, and what it shows: all that stays below the limit."""
-    steps, host = options.short, True
+    steps = options.short
+    host = True
     while True:
         events, _ = recorded(setting(options, algorithm, steps, short=True), data, host)
         whole = packed(events)
         if len(whole) < LIMIT or (steps == 1 and not host):
-            return whole, f"a round of {steps} steps, {'with' if host else 'without'} PyTorch's operations"
-        steps, host = (steps if host else max(1, steps // 2)), False
+            return (
+                whole,
+                f"a round of {steps} steps, {'with' if host else 'without'} PyTorch's operations",
+            )
+        steps = steps if host else max(1, steps // 2)
+        host = False
 
 
-def setting(options: argparse.Namespace, algorithm: str, steps: int, short: bool = False) -> Experiment:
+def setting(
+    options: argparse.Namespace, algorithm: str, steps: int, short: bool = False
+) -> Experiment:
     """The paper's setting; a short round generates in as many steps as it trains."""
     small = {"clients": 3, "batch_size": 8} if options.tiny else {}
     tables = {"fedcog": {"start_round": 0, "steps": steps} | ({"count": 8} if options.tiny else {})}
@@ -157,18 +188,24 @@ def main() -> None:
     """Profile every algorithm asked for, and write it down."""
     parser = common.parser(__doc__, "results/trace.md")
     parser.add_argument(
-        "--mapping", default="auto", help="how clients are run, as in fedcog run (default: %(default)s)"
+        "--mapping",
+        default="auto",
+        help="how clients are run, as in fedcog run (default: %(default)s)",
     )
     parser.add_argument("--algorithms", nargs="+", default=["fedavg", "fedcog"])
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--short", type=int, default=20, help="local steps of the round whose trace is kept")
+    parser.add_argument(
+        "--short", type=int, default=20, help="local steps of the round whose trace is kept"
+    )
     parser.add_argument("--top", type=int, default=25, help="how many kernels are listed")
     options = parser.parse_args()
     options.device = find_device(options.device)
     if options.tiny:
-        options.steps, options.short = 4, 2
+        options.steps = 4
+        options.short = 2
     data = common.images(options.data, *((300, 20) if options.tiny else ()))
-    parts, results = [], {}
+    parts = []
+    results = {}
     for algorithm in options.algorithms:
         experiment = setting(options, algorithm, options.steps)
         unprofiled = common.timed(experiment, data, warm=WARM, count=3).median

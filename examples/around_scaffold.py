@@ -1,4 +1,4 @@
-"""FedCOG around SCAFFOLD: the variates stay SCAFFOLD's, and each client's data are complemented besides.
+"""FedCOG around SCAFFOLD: the control variates stay SCAFFOLD's, FedCOG complements the data.
 
 python examples/around_scaffold.py
 """
@@ -8,7 +8,8 @@ from dataclasses import replace
 import fedcog
 
 inner = fedcog.SCAFFOLD()
-around = fedcog.FedCOG(inner, start_round=6, count=32, steps=20)  # on the command line: scaffold+fedcog
+# on the command line: scaffold+fedcog
+around = fedcog.FedCOG(inner, start_round=6, count=32, steps=20)
 
 experiment = fedcog.Experiment(
     algorithm=inner,
@@ -24,11 +25,16 @@ experiment = fedcog.Experiment(
     mapping="vmap",
 )
 alone = fedcog.run(experiment, "runs/scaffold", resume=True, report=False)
-both = fedcog.run(replace(experiment, algorithm=around), "runs/scaffold+fedcog", resume=True, report=False)
+both = fedcog.run(
+    replace(experiment, algorithm=around), "runs/scaffold+fedcog", resume=True, report=False
+)
 
 print("round   scaffold   scaffold+fedcog")
 for (round, one), (_, other) in zip(alone.scores, both.scores, strict=True):
-    print(f"{round:>5}{one:>11.1%}{other:>18.1%}" + (" (FedCOG awake)" if round > around.start_round else ""))
+    print(
+        f"{round:>5}{one:>11.1%}{other:>18.1%}"
+        + (" (FedCOG awake)" if round > around.start_round else "")
+    )
 
 sent = [sum(client["up"] for client in run.lines[-1]["local"]) for run in (alone, both)]
 print(f"bytes that all clients sent in the last round: {sent[0]:,} and {sent[1]:,}")

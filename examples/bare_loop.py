@@ -12,10 +12,13 @@ from torch import Tensor, nn
 
 import fedcog
 
-CLIENTS, ROUNDS, AWAKE, STEPS = 5, 20, 15, 20
+CLIENTS = 5
+ROUNDS = 20
+AWAKE = 15
+STEPS = 20
 
 
-def train(model: nn.Module, x: Tensor, y: Tensor, made: fedcog.Complement | None) -> nn.Module:
+def train(model: nn.Module, x: Tensor, y: Tensor, made: fedcog.GeneratedData | None) -> nn.Module:
     """A client's local training; with `made`, complemented by generated inputs."""
     optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for _ in range(STEPS):
@@ -33,8 +36,12 @@ def main() -> None:
     """Five clients that hold two digits each."""
     torch.manual_seed(0)
     pictures, digits = (torch.tensor(part) for part in load_digits(return_X_y=True))
-    x, y = pictures.float() / 8 - 1, digits
-    clients = [torch.isin(y[:1400], torch.tensor([2 * client, 2 * client + 1])) for client in range(CLIENTS)]
+    x = pictures.float() / 8 - 1
+    y = digits
+    clients = [
+        torch.isin(y[:1400], torch.tensor([2 * client, 2 * client + 1]))
+        for client in range(CLIENTS)
+    ]
     data = [(x[:1400][own], y[:1400][own]) for own in clients]
     server = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     previous: list[nn.Module | None] = [None] * CLIENTS
@@ -44,13 +51,21 @@ def main() -> None:
             made = None
             if round >= AWAKE:
                 counts = own_y.bincount(minlength=10)
-                made = fedcog.generate(server, previous[client], counts, [64], round=round, client=client)
+                made = fedcog.generate(
+                    server, previous[client], counts, [64], round=round, client=client
+                )
             local.append(train(copy.deepcopy(server), own_x, own_y, made))
             previous[client] = local[-1]
         states = [model.state_dict() for model in local]
-        server.load_state_dict({name: torch.stack([one[name] for one in states]).mean(0) for name in states[0]})
+        server.load_state_dict(
+            {name: torch.stack([one[name] for one in states]).mean(0) for name in states[0]}
+        )
         right = (server(x[1400:]).argmax(-1) == y[1400:]).float().mean()
-        print(f"round {round + 1}: {right:.1%}" + (" (FedCOG)" if round >= AWAKE else "") + (", last" * (round == 19)))
+        print(
+            f"round {round + 1}: {right:.1%}"
+            + (" (FedCOG)" if round >= AWAKE else "")
+            + (", last" * (round == 19))
+        )
 
 
 if __name__ == "__main__":

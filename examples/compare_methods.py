@@ -19,10 +19,17 @@ base = fedcog.Experiment(
     threads=1,
     mapping="vmap",  # so small a network is faster with all clients at once
 )
-methods = fedcog.FedAvg(), fedcog.FedProx(mu=0.1), fedcog.FedCOG(fedcog.FedAvg(), start_round=5, count=32, steps=20)
+methods = (
+    fedcog.FedAvg(),
+    fedcog.FedProx(mu=0.1),
+    fedcog.FedCOG(fedcog.FedAvg(), start_round=5, count=32, steps=20),
+)
 
-# Runs that are there already are read, not made again: add a method or a seed, and call it once more.
-runs = fedcog.compare([replace(base, algorithm=method) for method in methods], seeds=[0, 1], out="runs/three")
+# Runs that are there already are read, not made again: add a method or a seed, and call it once
+# more.
+runs = fedcog.compare(
+    [replace(base, algorithm=method) for method in methods], seeds=[0, 1], out="runs/three"
+)
 
 print(f"{'':<16}{'last':>16}{'best':>16}")
 for group in fedcog.group(runs):

@@ -1,4 +1,5 @@
-"""Look at what FedCOG generates: noise on its way to inputs, above real pictures of the same classes, in one PNG.
+"""Look at what FedCOG generates: noise on its way to inputs, above real pictures of the same
+classes, in one PNG.
 
 python examples/generated_images.py
 """
@@ -24,17 +25,26 @@ experiment = fedcog.Experiment(
 )
 run = fedcog.run(experiment, "runs/generated", resume=True, report=False)
 
-# One client's images of each round that generated, at a few steps: values from 0 to 1, [step, image, channel, y, x].
+# One client's images of each round that generated, at a few steps: values from 0 to 1, [step,
+# image, channel, y, x].
 made = load_file(sorted((run.path / "exhibits").iterdir())[-1])
 real = load_file(run.path / "federation.safetensors")
 same = [int((real["real_labels"] == label).nonzero()[0]) for label in made["labels"]]
 rows = [*made["images"], real["real_images"][same]]
 
 # Each row side by side, the rows below each other, and every pixel six times as large.
-wall = np.concatenate([np.concatenate([np.pad(image[0], 1) for image in row], axis=1) for row in rows])
+wall = np.concatenate(
+    [np.concatenate([np.pad(image[0], 1) for image in row], axis=1) for row in rows]
+)
 pixels = (255 * wall.clip(0, 1)).astype(np.uint8) if wall.dtype != np.uint8 else wall
-Image.fromarray(pixels).resize((6 * wall.shape[1], 6 * wall.shape[0]), Image.Resampling.NEAREST).save("generated.png")
+Image.fromarray(pixels).resize(
+    (6 * wall.shape[1], 6 * wall.shape[0]), Image.Resampling.NEAREST
+).save("generated.png")
 
 print("asked for, from left to right:", *made["labels"].tolist())
-print("from top to bottom: after", ", ".join(map(str, made["steps"].tolist())), "steps; the last row is real")
+print(
+    "from top to bottom: after",
+    ", ".join(map(str, made["steps"].tolist())),
+    "steps; the last row is real",
+)
 print(f"last {run.last:.1%}; look at generated.png")

@@ -1,55 +1,68 @@
-"""Algorithms of your own, one with a penalty, one with state at the clients and one more number in what they send.
+"""Two algorithms of your own: one with a penalty, one with client state and a further payload.
 
 fedcog run --algorithm examples/my_method.py:Sparse --Sparse.strength 0.001
 fedcog run --algorithm examples/my_method.py:Eager+fedcog --start-round 5
-python examples/my_method.py          # puts both to every test of the contract
+python examples/my_method.py          # checks both against the contract
 """
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedcog import Algorithm, tree
-from fedcog.algorithms import Batch, Effort, Origin, Site
-from fedcog.settings import setting
+from fedcog import (
+    Algorithm,
+    Batch,
+    ClientContext,
+    FederationInit,
+    LocalWork,
+    Params,
+    State,
+    setting,
+    tree,
+)
 from fedcog.testing import check_algorithm
-from fedcog.tree import Params, State
 
 
 @dataclass(frozen=True)
 class Sparse(Algorithm):
-    """FedAvg with a penalty on the sum of the weights' sizes."""
+    """FedAvg with an L1 penalty."""
 
     strength: float = setting(1e-4, "weight of the penalty", ">= 0")
 
-    def penalty(self, params: Params, outputs: State, batch: Batch, site: Site) -> Tensor:
-        size = sum((value.abs().sum() for value in params.values()), start=site.lr * 0)
-        return super().penalty(params, outputs, batch, site) + self.strength * size
+    def penalty(
+        self, params: Params, outputs: State, batch: Batch, client: ClientContext
+    ) -> Tensor:
+        l1_norm = sum((value.abs().sum() for value in params.values()), start=client.lr * 0)
+        return super().penalty(params, outputs, batch, client) + self.strength * l1_norm
 
 
 @dataclass(frozen=True)
 class Eager(Algorithm):
-    """FedAvg whose clients start a little along the way they went last time; the server records how far they go."""
+    """FedAvg whose clients start a step further along their last update."""
 
-    share: float = setting(0.1, "share of its last change that a client starts with", ">= 0", "< 1")
+    share: float = setting(0.1, "fraction of the last update to start with", ">= 0", "< 1")
 
-    def client_init(self, shared: State) -> State:  # what a client keeps before it ever took part
-        return {"last": tree.zeros(shared["params"])}
+    def client_init(self, broadcast: State) -> State:  # the state of a new client
+        return {"last": tree.zeros(broadcast["params"])}
 
-    def client_start(self, site: Site) -> Params:
-        return tree.add(super().client_start(site), tree.scale(self.share, site.own["last"]))
+    def start_params(self, client: ClientContext) -> Params:
+        return tree.add(super().start_params(client), tree.scale(self.share, client.state["last"]))
 
-    def client_update(self, params: Params, site: Site, effort: Effort) -> tuple[State, State]:
-        _, payload = super().client_update(params, site, effort)
-        change = tree.change(site.shared["params"], params)
-        return {"last": change}, payload | {"square": site.weight * tree.dot(change, change)}  # kept, and sent: a sum
+    def client_update(
+        self, params: Params, client: ClientContext, work: LocalWork
+    ) -> tuple[State, State]:
+        _, payload = super().client_update(params, client, work)
+        update = tree.change(client.broadcast["params"], params)
+        square = client.weight * tree.dot(update, update)
+        return {"last": update}, payload | {"square": square}  # (state, payload)
 
-    def server_init(self, origin: Origin) -> State:
-        return super().server_init(origin) | {"readings": {"square": origin.population * 0}}
+    def server_init(self, init: FederationInit) -> State:
+        return super().server_init(init) | {"readings": {"square": init.num_clients * 0}}
 
     def server_update(self, server: State, total: State, draws: State) -> State:
         mean = total["square"] / total["weight"]
-        return super().server_update(server, total, draws) | {"readings": {"square": mean}}  # goes into rounds.jsonl
+        readings = {"square": mean}  # a metric in rounds.jsonl
+        return super().server_update(server, total, draws) | {"readings": readings}
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ import fedcog
 draw = np.random.default_rng(0)
 labels = np.arange(600) % 3
 points = (draw.normal(size=(600, 4)) + 2.5 * np.eye(4)[labels]).astype(np.float32)
-data = fedcog.from_arrays(points[:500], labels[:500], points[500:], labels[500:], classes=["red", "green", "blue"])
+data = fedcog.from_arrays(
+    points[:500], labels[:500], points[500:], labels[500:], classes=["red", "green", "blue"]
+)
 
 # Any nn.Module from inputs to logits will do, too.
 network = nn.Sequential(nn.Linear(4, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 3))

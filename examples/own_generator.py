@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fedcog
-from fedcog.data import sources
+from fedcog.data import registry
 
 # Any nn.Module from noise to inputs will do: here from 32 random numbers to an image of 8x8.
 torch.manual_seed(0)
@@ -16,8 +16,9 @@ generator = nn.Sequential(
     *(nn.Linear(128, 64), nn.Unflatten(1, (1, 8, 8))),
 )
 
-# What it begins with: images like those of a public data set. Here, for want of another, it is the clients' own.
-public = sources.load("digits")
+# What it begins with: images like those of a public data set. Here, for want of another, it is the
+# clients' own.
+public = registry.load("digits")
 fedcog.pretrain(generator, public, "generator.safetensors", noise=32, steps=200)
 
 experiment = fedcog.Experiment(

@@ -1,4 +1,5 @@
-"""Your own pictures: a folder for each class, in a federation whose clients are the people who took them.
+"""Your own pictures: a folder for each class, in a federation whose clients are the people who took
+them.
 
 python examples/own_images.py
 """
@@ -11,9 +12,11 @@ from PIL import Image
 import fedcog
 
 # Pictures to have something to read; yours may be of any size: album/CLASS/anything.png.
-draw, folder = np.random.default_rng(0), Path("album")
+draw = np.random.default_rng(0)
+folder = Path("album")
 for number in range(300):
-    name, person = ("stripes", "squares")[number % 2], ("ann", "bob", "eve")[number % 3]
+    name = ("stripes", "squares")[number % 2]
+    person = ("ann", "bob", "eve")[number % 3]
     picture = draw.integers(0, 90, (20, 20))
     if name == "stripes":
         picture[:, draw.integers(0, 4) :: 4] += 150
@@ -24,7 +27,8 @@ for number in range(300):
     file.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(picture.astype(np.uint8)).save(file)
 
-# Every fifth picture of a class is for testing; all are brought to 16 x 16; the name tells whose each is.
+# Every fifth picture of a class is for testing; all are brought to 16 x 16; the name tells whose
+# each is.
 data = fedcog.from_folder(folder, size=16, users=lambda file: file.stem.split("-")[0])
 print(data)
 

@@ -11,12 +11,13 @@ import fedcog
 
 
 class Waves(Dataset[tuple[Tensor, int]]):
-    """Noisy waves, slow or fast or faster: anything with a length and (x, y) at each place will do."""
+    """Noisy waves of three speeds; any Dataset of (x, y) pairs works."""
 
     def __init__(self, count: int, seed: int) -> None:
         draw = torch.Generator().manual_seed(seed)
         self.labels = torch.randint(3, (count,), generator=draw).tolist()
-        self.phase, self.noise = torch.rand(count, generator=draw), torch.randn(count, 32, generator=draw)
+        self.phase = torch.rand(count, generator=draw)
+        self.noise = torch.randn(count, 32, generator=draw)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -24,7 +25,9 @@ class Waves(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, place: int) -> tuple[Tensor, int]:
         label = self.labels[place]
         time = torch.linspace(0, 6.28, 32)
-        return torch.sin((1 + label) * time + 6.28 * self.phase[place]) + 0.8 * self.noise[place], label
+        return torch.sin((1 + label) * time + 6.28 * self.phase[place]) + 0.8 * self.noise[
+            place
+        ], label
 
 
 # Who holds what is known here: four clients, of which the first two lack the fastest waves.
@@ -40,7 +43,12 @@ data = fedcog.from_torch(
 print(data)
 
 experiment = fedcog.Experiment(
-    fedcog.FedCOG(start_round=6, count=32, steps=10), rounds=8, local_steps=10, batch_size=16, lr=0.05, threads=1
+    fedcog.FedCOG(start_round=6, count=32, steps=10),
+    rounds=8,
+    local_steps=10,
+    batch_size=16,
+    lr=0.05,
+    threads=1,
 )
 run = fedcog.run(experiment, "runs/waves", data=data, resume=True)
 print(f"last {run.last:.1%}, best {run.best:.1%}; look at {run.path / 'report.html'}")

@@ -8,7 +8,9 @@ from pathlib import Path
 import fedcog
 
 experiment = fedcog.Experiment(
-    algorithm=fedcog.FedCOG(fedcog.SCAFFOLD(), start_round=4, count=32, steps=10),  # clients that keep two things each
+    algorithm=fedcog.FedCOG(
+        fedcog.SCAFFOLD(), start_round=4, count=32, steps=10
+    ),  # clients that keep two things each
     dataset="digits",
     beta=0.5,
     clients=6,
@@ -30,15 +32,18 @@ try:
         "runs/stopped",
         resume=True,
         report=False,
-        stopping=lambda: len(rounds.read_text().splitlines()) == 5,
+        should_stop=lambda: len(rounds.read_text().splitlines()) == 5,
     )
 except fedcog.Interrupted as stop:
     print(stop)
 
-again = fedcog.run(experiment, "runs/stopped", resume=True, report=False)  # fedcog run --resume runs/stopped
+again = fedcog.run(
+    experiment, "runs/stopped", resume=True, report=False
+)  # fedcog run --resume runs/stopped
 for (round, one), (_, other) in zip(whole.scores, again.scores, strict=True):
     print(f"round {round}: {one:.4f} and {other:.4f}" + (" (resumed)" if round > 5 else ""))
 same = (
-    Path("runs/whole/checkpoint.safetensors").read_bytes() == Path("runs/stopped/checkpoint.safetensors").read_bytes()
+    Path("runs/whole/checkpoint.safetensors").read_bytes()
+    == Path("runs/stopped/checkpoint.safetensors").read_bytes()
 )
 print(f"last {again.last:.1%}; the checkpoints are", "the same" if same else "different")

@@ -1,51 +1,100 @@
-"""fedcog: federated learning with consensus-oriented generation, its rivals, and a fast simulator."""
+"""fedcog: federated learning with consensus-oriented generation, rival methods, a fast simulator.
 
+Names are imported when they are first used, so that `import fedcog` and the command line start
+quickly.
+"""
+
+import importlib
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
 
 try:
     __version__ = version("fedcog")
 except PackageNotFoundError:  # run from a checkout that was never installed
     __version__ = "0.0.0"
 
-from fedcog.algorithms import (
-    ALGORITHMS,
-    MOON,
-    SCAFFOLD,
-    VHL,
-    Algorithm,
-    Ditto,
-    FedAdam,
-    FedAvg,
-    FedAvgM,
-    FedCOG,
-    FedDecorr,
-    FedDyn,
-    FedExP,
-    FedGen,
-    FedNova,
-    FedProx,
-    FedReg,
-    FedRep,
-    FedSAM,
-    HeteroFL,
-    Wrapper,
-)
-from fedcog.complement import Complement, distillation_loss, generate
-from fedcog.data import DataError, Dataset, from_arrays, from_folder, from_torch
-from fedcog.experiments.compare import compare
-from fedcog.experiments.config import Experiment, make_algorithm
-from fedcog.experiments.export import export
-from fedcog.experiments.pretrained import pretrain
-from fedcog.experiments.record import RecordError
-from fedcog.experiments.run import Run, load, read, run
-from fedcog.experiments.summary import Group, group
-from fedcog.experiments.sweep import Tuned, sweep
-from fedcog.experiments.turns import Interrupted
-from fedcog.federation.rounds import Diverged
-from fedcog.fitness import ModelError
-from fedcog.generators import ConvGenerator
-from fedcog.models import Model
-from fedcog.settings import ConfigError
+if TYPE_CHECKING:
+    from fedcog.algorithms import (
+        ALGORITHMS,
+        MOON,
+        SCAFFOLD,
+        VHL,
+        Algorithm,
+        Batch,
+        ClientContext,
+        Ditto,
+        Draw,
+        ExtraData,
+        FedAdam,
+        FedAvg,
+        FedAvgM,
+        FedCOG,
+        FedDecorr,
+        FedDyn,
+        FederationInit,
+        FedExP,
+        FedGen,
+        FedNova,
+        FedProx,
+        FedReg,
+        FedRep,
+        FedSAM,
+        HeteroFL,
+        LocalWork,
+        Loss,
+        StepGradient,
+        Wrapper,
+    )
+    from fedcog.api import compare, run, sweep
+    from fedcog.core import tree
+    from fedcog.core.errors import Interrupted
+    from fedcog.core.settings import ConfigError, setting
+    from fedcog.core.tree import Params, State
+    from fedcog.data import DataError, Dataset, from_arrays, from_folder, from_torch
+    from fedcog.engine.standalone import GeneratedData, distillation_loss, generate
+    from fedcog.federation.backend import Diverged
+    from fedcog.models.checks import ModelError
+    from fedcog.models.functional import Model
+    from fedcog.models.generators import ConvGenerator
+    from fedcog.runs.config.composition import make_algorithm
+    from fedcog.runs.config.experiment import Experiment
+    from fedcog.runs.pretrained import pretrain
+    from fedcog.runs.records.export import export
+    from fedcog.runs.records.recorded_run import Run, load, read
+    from fedcog.runs.records.run_directory import RecordError
+    from fedcog.runs.records.summary import Group, group
+    from fedcog.runs.tracking import Tracker
+    from fedcog.studies.tuning.sweep import Tuned
+
+_MODULES = {
+    "fedcog.algorithms": (
+        "ALGORITHMS MOON SCAFFOLD VHL Algorithm Batch ClientContext Ditto Draw ExtraData FedAdam "
+        "FedAvg FedAvgM FedCOG FedDecorr FedDyn FedExP FedGen FedNova FedProx FedReg FedRep FedSAM "
+        "FederationInit HeteroFL LocalWork Loss StepGradient Wrapper"
+    ),
+    "fedcog.api": "compare run sweep",
+    "fedcog.core": "tree",
+    "fedcog.core.errors": "Interrupted",
+    "fedcog.core.settings": "ConfigError setting",
+    "fedcog.core.tree": "Params State",
+    "fedcog.data": "DataError Dataset from_arrays from_folder from_torch",
+    "fedcog.engine.standalone": "GeneratedData distillation_loss generate",
+    "fedcog.federation.backend": "Diverged",
+    "fedcog.models.checks": "ModelError",
+    "fedcog.models.functional": "Model",
+    "fedcog.models.generators": "ConvGenerator",
+    "fedcog.runs.config.composition": "make_algorithm",
+    "fedcog.runs.config.experiment": "Experiment",
+    "fedcog.runs.pretrained": "pretrain",
+    "fedcog.runs.records.export": "export",
+    "fedcog.runs.records.recorded_run": "Run load read",
+    "fedcog.runs.records.run_directory": "RecordError",
+    "fedcog.runs.records.summary": "Group group",
+    "fedcog.runs.tracking": "Tracker",
+    "fedcog.studies.tuning.sweep": "Tuned",
+}
+"""Where exported names are defined."""
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = [
     "ALGORITHMS",
@@ -53,14 +102,17 @@ __all__ = [
     "SCAFFOLD",
     "VHL",
     "Algorithm",
-    "Complement",
+    "Batch",
+    "ClientContext",
     "ConfigError",
     "ConvGenerator",
     "DataError",
     "Dataset",
     "Ditto",
     "Diverged",
+    "Draw",
     "Experiment",
+    "ExtraData",
     "FedAdam",
     "FedAvg",
     "FedAvgM",
@@ -74,13 +126,21 @@ __all__ = [
     "FedReg",
     "FedRep",
     "FedSAM",
+    "FederationInit",
+    "GeneratedData",
     "Group",
     "HeteroFL",
     "Interrupted",
+    "LocalWork",
+    "Loss",
     "Model",
     "ModelError",
+    "Params",
     "RecordError",
     "Run",
+    "State",
+    "StepGradient",
+    "Tracker",
     "Tuned",
     "Wrapper",
     "__version__",
@@ -97,5 +157,21 @@ __all__ = [
     "pretrain",
     "read",
     "run",
+    "setting",
     "sweep",
+    "tree",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import an exported name on first use."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'fedcog' has no attribute '{name}'")
+    module = importlib.import_module(_MODULE_OF[name])
+    value = getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

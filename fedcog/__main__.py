@@ -2,6 +2,6 @@
 
 import sys
 
-from fedcog.cli import main
+from fedcog.cli.main import main
 
 sys.exit(main())

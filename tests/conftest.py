@@ -1,4 +1,9 @@
-"""One thread: small tensors are several times slower on more. Hypothesis without a stop-watch: machines are busy."""
+"""Settings of the test session: one thread, markers, and which worker runs which tests.
+
+Markers name what a test needs beside Python: `ray`, `browser`, `processes` (servers, nodes or
+workers as real processes), `compiler`, `gpu`; `slow` marks other tests that take seconds.
+`make quick` runs the tests without any marker.
+"""
 
 import os
 from typing import Any
@@ -8,51 +13,92 @@ import torch
 from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is loaded: kernels are tried without a GPU, too
+    # Triton reads this when it is imported: without a GPU, its interpreter runs the kernels.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile(
-    "fedcog", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ
+    "fedcog",
+    deadline=None,  # a busy machine is no error
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize="CI" in os.environ,
 )
 settings.load_profile("fedcog")
 
 
-TOGETHER = (
-    ("test_deployment",),
-    ("flower", "test_secure"),
-    ("test_graphs", "federation/test_together"),
-    *((name,) for name in ("test_track", "test_watch", "test_browser", "test_docs", "test_export")),
+ONE_WORKER = (
+    ("deploy/test_deployment",),
+    ("test_flower_backend", "test_hostile_clients"),
+    ("test_cuda_graphs", "engine/test_stacking"),
+    ("test_trackers",),
+    ("test_dashboard",),
+    ("report/test_browser",),
+    ("test_docs",),
+    ("test_export",),
 )
-"""Tests that one worker has, one after another: of a dozen processes each, or of something that takes long to make."""
-LONG = (
-    "test_deployment",
-    "flower",
-    "test_secure",
+"""Groups of modules that one worker runs one after another: their tests start a dozen processes
+each, or share a fixture that takes long to make."""
+
+FIRST = (
+    "deploy/test_deployment",
+    "test_flower_backend",
+    "test_hostile_clients",
     "test_smoke",
-    "test_graphs",
-    "test_reproduce",
-    "test_ranks",
+    "test_cuda_graphs",
+    "test_job_queue",
+    "test_torchrun",
     "test_docs",
 )
-"""Tests that take longest, and mostly wait: they come first, in this order, and the others are done beside them."""
+"""Modules that take longest and mostly wait. They start first, so that other tests run beside
+them."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What would keep one worker busy when the others are done does not come last."""
-    items.sort(key=lambda item: next((place for place, name in enumerate(LONG) if name in item.nodeid), len(LONG)))
+    """Put the longest modules first."""
+    items.sort(key=_position)
+
+
+def _position(item: pytest.Item) -> int:
+    for position, name in enumerate(FIRST):
+        if name in item.nodeid:
+            return position
+    return len(FIRST)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Who has which tests. (xdist's own marks of groups say nothing to it with pytest 9.)"""
+    """Give each group of `ONE_WORKER` to one worker; other tests go to whoever is free."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return next((some[0] for some in TOGETHER if any(name in nodeid for name in some)), nodeid)
+            for group in ONE_WORKER:
+                if any(name in nodeid for name in group):
+                    return group[0]
+            return nodeid
+
+        def remove_node(self, node: Any) -> str | None:
+            """Take back the tests of a worker that crashed, without those that have run.
+
+            xdist queues a crashed worker's finished tests again. Another worker then receives
+            nothing to do, and the session never ends.
+            """
+            work = self.assigned_work[node]
+            self.assigned_work[node] = {
+                scope: tests for scope, tests in work.items() if not all(tests.values())
+            }
+            crashed: str | None = super().remove_node(node)
+            return crashed
+
+        def _reschedule(self, node: Any) -> None:
+            """Assign work; a worker starts a test only when it knows the next one."""
+            super()._reschedule(node)
+            if self.workqueue and self._pending_of(self.assigned_work[node]) < 2:
+                super()._reschedule(node)
 
     return Scheduling(config, log)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
+    """Use one thread: small tensors are several times slower on more."""
     torch.set_num_threads(1)

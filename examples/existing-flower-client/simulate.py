@@ -5,4 +5,6 @@ from flwr.simulation import run_simulation
 from server_app import app as server
 
 if __name__ == "__main__":
-    run_simulation(server, client, num_supernodes=5, backend_config={"client_resources": {"num_cpus": 1}})
+    run_simulation(
+        server, client, num_supernodes=5, backend_config={"client_resources": {"num_cpus": 1}}
+    )

@@ -14,7 +14,8 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.hidden, self.head = nn.Linear(64, 64), nn.Linear(64, 10)
+        self.hidden = nn.Linear(64, 64)
+        self.head = nn.Linear(64, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         """The logits."""
@@ -22,13 +23,20 @@ class Net(nn.Module):
         return logits
 
 
-def load_data(partition: int, partitions: int) -> tuple[DataLoader[tuple[Tensor, ...]], TensorDataset]:
-    """One client's digits, of every class whose number modulo the partitions is its own; and everybody's test set."""
+def load_data(
+    partition: int, partitions: int
+) -> tuple[DataLoader[tuple[Tensor, ...]], TensorDataset]:
+    """One client's digits, of every class whose number modulo the partitions is its own; and
+    everybody's test set.
+    """
     pictures, digits = (torch.tensor(part) for part in load_digits(return_X_y=True))
-    x, y = pictures.float() / 8 - 1, digits
+    x = pictures.float() / 8 - 1
+    y = digits
     own = y[:1400] % partitions == partition
     shuffled = torch.Generator().manual_seed(partition)
-    train = DataLoader(TensorDataset(x[:1400][own], y[:1400][own]), 32, shuffle=True, generator=shuffled)
+    train = DataLoader(
+        TensorDataset(x[:1400][own], y[:1400][own]), 32, shuffle=True, generator=shuffled
+    )
     return train, TensorDataset(x[1400:], y[1400:])
 
 
@@ -37,7 +45,7 @@ def train(
     loader: DataLoader[tuple[Tensor, ...]],
     epochs: int,
     lr: float,
-    made: fedcog.Complement | None = None,  # FedCOG
+    made: fedcog.GeneratedData | None = None,  # FedCOG
 ) -> float:
     """Local training: the last loss."""
     optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)

@@ -1,18 +1,9 @@
-"""The algorithms, by name."""
+"""Every algorithm, one file each, and the table of their names.
 
-from fedcog.algorithms.base import (
-    Algorithm,
-    Batch,
-    Draw,
-    Effort,
-    Extra,
-    Gradient,
-    Loss,
-    Origin,
-    Scope,
-    Site,
-    Uplink,
-)
+To add an algorithm: write its file, then add its class to `ALGORITHMS`.
+"""
+
+from fedcog.algorithms.base import Algorithm
 from fedcog.algorithms.ditto import Ditto
 from fedcog.algorithms.fedadam import FedAdam
 from fedcog.algorithms.fedavgm import FedAvgM
@@ -29,11 +20,25 @@ from fedcog.algorithms.fedsam import FedSAM
 from fedcog.algorithms.heterofl import HeteroFL
 from fedcog.algorithms.moon import MOON
 from fedcog.algorithms.scaffold import SCAFFOLD
+from fedcog.algorithms.types import (
+    Batch,
+    ClientContext,
+    Draw,
+    ExtraData,
+    FederationInit,
+    GeneratorConfig,
+    Gradient,
+    LocalWork,
+    Loss,
+    Scope,
+    StepGradient,
+    Uplink,
+)
 from fedcog.algorithms.vhl import VHL
-from fedcog.algorithms.wrapper import Wrapper
+from fedcog.algorithms.wrapper import RecordedAlgorithm, RecordedWrapper, Wrapper
 
 FedAvg = Algorithm
-"""Algorithm as it stands."""
+"""The base class as it stands."""
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedavg": FedAvg,
@@ -55,6 +60,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedcog": FedCOG,
     "heterofl": HeteroFL,
 }
+"""Algorithms by the name that the command line and settings files use."""
 
 __all__ = [
     "ALGORITHMS",
@@ -63,10 +69,10 @@ __all__ = [
     "VHL",
     "Algorithm",
     "Batch",
+    "ClientContext",
     "Ditto",
     "Draw",
-    "Effort",
-    "Extra",
+    "ExtraData",
     "FedAdam",
     "FedAvg",
     "FedAvgM",
@@ -80,12 +86,16 @@ __all__ = [
     "FedReg",
     "FedRep",
     "FedSAM",
+    "FederationInit",
+    "GeneratorConfig",
     "Gradient",
     "HeteroFL",
+    "LocalWork",
     "Loss",
-    "Origin",
+    "RecordedAlgorithm",
+    "RecordedWrapper",
     "Scope",
-    "Site",
+    "StepGradient",
     "Uplink",
     "Wrapper",
 ]

@@ -1,270 +1,462 @@
-"""What an algorithm is: its difference from FedAvg, written for one client with no client axis."""
+"""The base class of all algorithms. As it stands it is FedAvg.
 
-import dataclasses
+Subclasses override a few hooks and call `super()`. Hooks are written for one client: no client
+axis, no loop over clients, no optimizer. The engine calls them in this order:
+
+    server_init                             once, at the server
+    broadcast                               every round, at the server
+    unpack_broadcast, client_init           every round, at the clients
+    start_params, start_buffers
+    generation_init, generation_step ..., extra_data
+    outputs, data_loss, penalty             every local step; together they are local_loss
+    local_grad, after_step
+    client_update, client_model             after the last local step
+    server_update, server_model             every round, at the server
+"""
+
 import difflib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
-from fedcog import tree
-from fedcog.fitness import ModelError
-from fedcog.models import Model
-from fedcog.task import Task
-from fedcog.tree import Params, State
-
-Batch = dict[str, Any]
-"""One step's examples: "x", "y", under its own name a dict of the same kind for whatever extra_data added, and under
-"draws" the random tensors of this step."""
-
-Scope = Literal["step", "client", "federation", "server"]
-Uplink = Literal["sum", "each"]
-
-
-Loss = Callable[..., Tensor]
-"""A loss of (params, batch); with track=False as a third argument running statistics do not move."""
-
-
-class Gradient(Protocol):
-    """d loss / d params, and the loss; without `track` running statistics do not move."""
-
-    def __call__(self, loss: Loss, params: Params, batch: Batch, track: bool = True) -> tuple[Params, Tensor]:
-        """(d loss / d params, loss) on a batch."""
-
-
-class Draw(NamedTuple):
-    """Random tensors that an algorithm asks for by name.
-
-    A fresh one for every local step, one a client and round, one for the server each round, or one for the whole
-    federation, the same at every client in every round. Of kind "examples" it is a batch of the client's own training
-    examples, `shape` saying how many, each once before any comes twice.
-    """
-
-    shape: tuple[int, ...]
-    scope: Scope = "client"
-    kind: Literal["normal", "uniform", "examples"] = "normal"
-
-
-class Extra(NamedTuple):
-    """What a client has beside its real examples: more examples by group, and what a report should show of them."""
-
-    groups: dict[str, Batch]
-    exhibit: Params
-
-
-class Effort(NamedTuple):
-    """How much a client trained: steps, learning rate, and the sum of effective step sizes, momentum included."""
-
-    steps: Tensor
-    lr: Tensor
-    length: Tensor
-
-
-class Origin(NamedTuple):
-    """What a federation starts from."""
-
-    model: Model
-    params: Params  # the network's, and what wrappers have added to them
-    population: Tensor  # the number of clients in all
-    draws: State  # of federation scope
-
-
-@dataclass(frozen=True)
-class Site:
-    """What one client has in hand during a round. Numbers are 0-d tensors."""
-
-    model: Model
-    task: Task
-    shared: State  # what the server sent, and what `unpack` made of it
-    own: State  # what this client kept
-    buffers: Params  # running statistics of the model being trained
-    weight: Tensor  # this client's weight in the sum, in (0, 1]
-    counts: Tensor  # its examples of each class
-    sizes: Tensor  # its examples with no label, one, two, and so on
-    round: Tensor  # from 0
-    step: Tensor
-    steps: Tensor
-    lr: Tensor
-    batch_size: int
-    gradient: Gradient
-
-    def logits(self, params: Params, x: Tensor) -> Tensor:
-        """The outputs while training; running statistics move."""
-        return self.model.forward(params, self.buffers, x)[0]
-
-    def local(self, params: Params) -> Params:
-        """The client's model as far as it travels, parameters and buffers together."""
-        sent = self.shared["params"].keys() | self.shared["buffers"].keys()
-        return {name: value for name, value in (params | self.buffers).items() if name in sent}
-
-    @property
-    def still(self) -> "Site":
-        """The same, with running statistics that nobody will see move."""
-        return dataclasses.replace(self, buffers={name: value.clone() for name, value in self.buffers.items()})
+from fedcog.algorithms.types import (
+    Batch,
+    ClientContext,
+    Draw,
+    ExtraData,
+    FederationInit,
+    GeneratorConfig,
+    LocalWork,
+    Loss,
+    StepGradient,
+    Uplink,
+)
+from fedcog.core import tree
+from fedcog.core.tree import Params, State
+from fedcog.models.checks import ModelError
+from fedcog.models.functional import Model
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """FedAvg (McMahan et al., AISTATS 2017). Every other algorithm is a few overridden hooks.
+    """FedAvg (McMahan et al., AISTATS 2017), and the base class of every other algorithm.
 
-    Hooks are pure: randomness is an argument, nothing is written in place, and none knows of other clients. Parameters
-    may be more than the network's, under names no network can have: ".part.name" is a part of the same model,
-    "ASIDE..name" belongs to another one that rides along, is trained like the first and clipped apart from it.
+    An algorithm is a frozen dataclass: its fields are its hyperparameters, declared with
+    `fedcog.setting`. It overrides hooks where it differs from FedAvg. Hooks are pure functions:
+    they receive randomness as arguments, return new states, and write nothing in place.
+
+    Parameters may include more than the network's own. The engine trains them all:
+    a name such as `.part.name` is another part of the same model; a name such as `aside..name`
+    belongs to a second model that is trained alongside and clipped separately.
+
+    Example:
+        ```python
+        @dataclass(frozen=True)
+        class Proximal(Algorithm):
+            mu: float = setting(0.01, "weight of the proximal term", ">= 0")
+
+            def penalty(self, params, outputs, batch, client):
+                drift = tree.subtract(params, client.broadcast["params"])
+                return self.mu / 2 * tree.dot(drift, drift)
+        ```
+
+    Attributes:
+        uplink: `"sum"`: the server needs only the sum of the payloads. `"per_client"`: the part of
+            the payload under `"per_client"` reaches the server for each client.
+        needs_features: Whether it uses features, or the last layer, of the network.
+        needs_input_gradients: Whether it differentiates networks with respect to their inputs.
+        is_personalized: Whether the clients' own models are what it is for.
+        single_label_reason: Why it cannot train on multi-label examples; empty if it can.
+        per_device_settings: Names of the settings that may differ between device types.
+        needs_full_model: Whether it fails when some clients train only a part of the model.
+        needs_sgd: Whether it derives the mean gradient from the change of the parameters.
+        sends_coverage: Whether payloads reveal which parts of the model a client has.
+        is_wrapper: Whether it wraps another algorithm, its `inner`.
+        is_recorded: Whether it stands for a user's algorithm whose code is not available.
+        payload_bounds: Upper bound on the absolute values of each part of the payload, by key.
+            Secure aggregation quantizes within these bounds.
     """
 
-    uplink: ClassVar[Uplink] = "sum"  # "each": the payload's "each" reaches the server client by client, not as a sum
-    needs_head: ClassVar[bool] = False  # does it look at features, or at the last layer?
-    optimises_inputs: ClassVar[bool] = False  # does it follow gradients of networks with respect to their inputs?
-    personalises: ClassVar[bool] = False  # is the clients' own model what it is about?
-    one_label: ClassVar[str] = ""  # why an example must have one label and no more, if it must
-    local: ClassVar[tuple[str, ...]] = ()  # settings that may be other at clients of another kind of device
-    whole: ClassVar[bool] = False  # does it go wrong where some clients have but a part of the model?
-    needs_sgd: ClassVar[bool] = False  # does it take the way a client went for a sum of gradients?
-    # What no number of a payload's part exceeds, by the part's name: secure aggregation has to know.
-    scales: ClassVar[dict[str, float]] = {"delta": 64.0, "buffers": 4096.0, "weight": 1.0, "count": 1.0}
+    uplink: ClassVar[Uplink] = "sum"
+    needs_features: ClassVar[bool] = False
+    needs_input_gradients: ClassVar[bool] = False
+    is_personalized: ClassVar[bool] = False
+    single_label_reason: ClassVar[str] = ""
+    per_device_settings: ClassVar[tuple[str, ...]] = ()
+    needs_full_model: ClassVar[bool] = False
+    needs_sgd: ClassVar[bool] = False
+    sends_coverage: ClassVar[bool] = False
+    is_wrapper: ClassVar[bool] = False
+    is_recorded: ClassVar[bool] = False
+    payload_bounds: ClassVar[dict[str, float]] = {
+        "delta": 64.0,
+        "buffers": 4096.0,
+        "weight": 1.0,
+        "count": 1.0,
+    }
 
     def __init_subclass__(cls) -> None:
-        """Refuse to lose a rule: `local_loss` is composed of hooks so that wrappers can scale its data term."""
+        """Refuse subclasses whose rules the engine would not call."""
         if "local_loss" in cls.__dict__:
             raise TypeError(
-                f"{cls.__name__} overrides local_loss. Override data_loss (what is learnt from examples) or penalty "
-                "(what is added to it) instead: only then does FedCOG around it keep both."
+                f"{cls.__name__} overrides local_loss. Override data_loss (the loss on examples) "
+                "or penalty (what is added to it) instead, so that FedCOG can wrap it."
             )
-        hooks = {name: value for name, value in vars(Algorithm).items() if inspect.isfunction(value) and name[0] != "_"}
-        for name, value in cls.__dict__.items():
-            if name[0] == "_" or not inspect.isfunction(value):
-                continue
-            if name not in hooks and (near := difflib.get_close_matches(name, hooks, n=1, cutoff=0.85)):
-                raise TypeError(f"{cls.__name__}.{name} is no hook, so nobody would call it: did you mean {near[0]}?")
-            wanted, given = (inspect.signature(one) for one in (hooks.get(name, value), value))
-            try:
-                given.bind(*wanted.parameters)
-            except TypeError:
-                raise TypeError(f"{cls.__name__}.{name} takes {given}, and is called with {wanted}.") from None
+        _check_hooks(cls)
+
+    @property
+    def layers(self) -> "tuple[Algorithm, ...]":
+        """This algorithm and those inside it, outermost first."""
+        return (self,)
+
+    def map_layers(self, change: "Callable[[Algorithm], Algorithm]") -> "Algorithm":
+        """Apply `change` to every layer, innermost first."""
+        return change(self)
+
+    @property
+    def generator_config(self) -> GeneratorConfig:
+        """The generator network that generates inputs, if any."""
+        return GeneratorConfig()
+
+    @property
+    def generation_start(self) -> int | None:
+        """The first round, from 0, in which clients generate inputs; None if they never do."""
+        return None
 
     def draws(self, round: int, model: Model, batch_size: int) -> dict[str, Draw]:
-        """The random tensors wanted in a round; rounds count from 0."""
+        """Request random tensors.
+
+        Args:
+            round: Current round, from 0.
+            model: The network, for the shapes of its inputs.
+            batch_size: Number of examples in a batch.
+
+        Returns:
+            The random tensors that the hooks need in this round, by name.
+        """
         return {}
 
-    def stiffness(self) -> dict[str, float]:
-        """The curvature that its penalties add, by the setting that decides it: too much, and steps overshoot."""
+    def penalty_curvature(self) -> dict[str, float]:
+        """Return the curvature that penalties add to the loss, by the setting that controls it.
+
+        A local step overshoots when the learning rate times this curvature exceeds 2. The error
+        about diverged training names the setting.
+        """
         return {}
 
-    # The server.
+    # Server hooks
 
-    def server_init(self, origin: Origin) -> State:
-        """What the server keeps from round to round. 0-d tensors under "readings" go into the record."""
-        return {"params": origin.params, "buffers": origin.model.buffers}
+    def server_init(self, init: FederationInit) -> State:
+        """Create the server state before the first round.
+
+        Args:
+            init: The network, its initial parameters and the number of clients.
+
+        Returns:
+            The state that the server keeps between rounds. It holds at least `"params"` and
+            `"buffers"`. 0-d tensors under `"readings"` are recorded as metrics of the round.
+        """
+        return {"params": init.params, "buffers": init.model.buffers}
 
     def broadcast(self, server: State) -> State:
-        """What every client of a round is sent."""
+        """Select what the server sends to every client of a round.
+
+        Args:
+            server: The server state.
+
+        Returns:
+            What clients receive: at least `"params"` and `"buffers"`.
+        """
         return {"params": server["params"], "buffers": server["buffers"]}
 
     def server_update(self, server: State, total: State, draws: State) -> State:
-        """The server after a round, from the sum of the payloads and nothing else."""
-        mean = self.mean(total)
+        """Update the server state from the sum of the payloads.
+
+        Args:
+            server: The server state before the round.
+            total: Sum of the clients' payloads, key by key; `"per_client"` is stacked instead.
+            draws: The random tensors of server scope.
+
+        Returns:
+            The server state after the round.
+        """
+        mean = self.mean_update(total)
         return server | {
             "params": tree.add(server["params"], mean["delta"]),
             "buffers": tree.add(server["buffers"], mean["buffers"]),
         }
 
     @staticmethod
-    def mean(total: State) -> State:
-        """The clients' mean change of parameters ("delta") and of buffers, by their weights."""
-        changes = {key: total.get(key, {}) for key in ("delta", "buffers")}
-        return tree.apply(lambda value: value / total["weight"], changes)
+    def mean_update(total: State) -> State:
+        """Divide the summed updates by the total weight.
+
+        Args:
+            total: Sum of the clients' payloads.
+
+        Returns:
+            The weighted mean of the clients' updates: `"delta"` (parameters) and `"buffers"`.
+        """
+        updates = {key: total.get(key, {}) for key in ("delta", "buffers")}
+        return tree.apply(lambda value: value / total["weight"], updates)
 
     def server_model(self, server: State) -> Params:
-        """The weights the server would deploy, parameters and buffers together."""
+        """Return the weights to evaluate and deploy, parameters and buffers together."""
         weights: Params = server["params"] | server["buffers"]
         return weights
 
-    # One client.
+    # Client hooks
 
-    def unpack(self, shared: State, draws: State, model: Model) -> State:
-        """What clients make of what they were sent, where it is the same at all: done once for a cohort."""
-        return shared
+    def unpack_broadcast(self, broadcast: State, draws: State, model: Model) -> State:
+        """Derive what clients need from the broadcast, once for a cohort.
 
-    def client_init(self, shared: State) -> State:
-        """What a client keeps before it has ever taken part."""
+        Args:
+            broadcast: What the server sent.
+            draws: The random tensors of federation scope.
+            model: The network.
+
+        Returns:
+            What the hooks find in `client.broadcast`.
+        """
+        return broadcast
+
+    def client_init(self, broadcast: State) -> State:
+        """Create the state of a client that takes part for the first time.
+
+        Args:
+            broadcast: What the server sent, after `unpack_broadcast`.
+
+        Returns:
+            The state that the client keeps between its rounds.
+        """
         return {}
 
-    def client_start(self, site: Site) -> Params:
-        """The parameters that local training starts from."""
-        params: Params = site.shared["params"]
+    def start_params(self, client: ClientContext) -> Params:
+        """Return the parameters that local training starts from."""
+        params: Params = client.broadcast["params"]
         return params
 
-    def client_buffers(self, site: Site) -> Params:
-        """The running statistics that local training starts from."""
-        buffers: Params = site.shared["buffers"]
+    def start_buffers(self, client: ClientContext) -> Params:
+        """Return the running statistics that local training starts from."""
+        buffers: Params = client.broadcast["buffers"]
         return buffers
 
-    def draft(self, site: Site, draws: State) -> State:
-        """What extra data is made of, as it begins: the random tensors of client scope, and what is made of them."""
+    def generation_init(self, client: ClientContext, draws: State) -> State:
+        """Initialize the generation of extra data.
+
+        Args:
+            client: The client.
+            draws: The random tensors of client scope.
+
+        Returns:
+            The generation state that `generation_step` optimizes.
+        """
         return draws
 
-    def redrafts(self, round: int) -> int:
-        """How often a draft is improved in a round."""
+    def num_generation_steps(self, round: int) -> int:
+        """Return how many generation steps every client takes in a round, from 0."""
         return 0
 
-    def redraft(self, draft: State, site: Site) -> State:
-        """The draft, improved once, in the same form; `site.step` counts from 0.
+    def generation_step(self, gen_state: State, client: ClientContext) -> State:
+        """Improve the generation state by one step.
 
-        A wrapper may have it called more often than `redrafts` says: leave the draft alone from that step on.
+        A wrapper may call this more often than `num_generation_steps` returns. Return `gen_state`
+        unchanged from that step on.
+
+        Args:
+            gen_state: The generation state.
+            client: The client; `client.step` counts generation steps from 0.
+
+        Returns:
+            The generation state after the step, with the same keys and shapes.
         """
-        return draft
+        return gen_state
 
-    def extra_data(self, site: Site, draft: State) -> Extra:
-        """More examples by group; each step is served a batch of every group beside its real one."""
-        return Extra({}, {})
+    def extra_data(self, client: ClientContext, gen_state: State) -> ExtraData:
+        """Return the data that this client trains on besides its own examples.
 
-    def outputs(self, params: Params, batch: Batch, site: Site) -> State:
-        """The forward passes of a step, shared by the terms of its loss."""
-        logits, features = site.model.forward(params, site.buffers, batch["x"])
-        return {"logits": logits, "features": features}
+        Args:
+            client: The client.
+            gen_state: The generation state after the last generation step.
 
-    def data_loss(self, outputs: State, batch: Batch, site: Site) -> Tensor:
-        """What is learnt from examples."""
-        return site.task.loss(outputs["logits"], batch["y"]).mean()
+        Returns:
+            Batches by group, and artifacts for the report.
+        """
+        return ExtraData({}, {})
 
-    def penalty(self, params: Params, outputs: State, batch: Batch, site: Site) -> Tensor:
-        """What is added to it: regularisers, which no wrapper rescales."""
-        return torch.zeros((), dtype=site.lr.dtype, device=site.lr.device)
+    def outputs(self, params: Params, batch: Batch, client: ClientContext) -> State:
+        """Run the forward passes of a local step. All loss terms share the result.
+
+        Args:
+            params: Parameters of the client's model.
+            batch: Data of the step.
+            client: The client.
+
+        Returns:
+            `"logits"` `(B, C)`, `"features"` `(B, F)` or None, and `"buffers"`: the running
+            statistics after the pass.
+        """
+        logits, features, buffers = client.model.forward(params, client.buffers, batch["x"])
+        return {"logits": logits, "features": features, "buffers": buffers}
+
+    def data_loss(self, outputs: State, batch: Batch, client: ClientContext) -> Tensor:
+        """Compute the loss on the examples of a batch.
+
+        Args:
+            outputs: Result of `outputs`.
+            batch: Data of the step.
+            client: The client.
+
+        Returns:
+            A 0-d tensor. Wrappers such as FedCOG rescale this term.
+        """
+        return client.task.loss(outputs["logits"], batch["y"]).mean()
+
+    def penalty(
+        self, params: Params, outputs: State, batch: Batch, client: ClientContext
+    ) -> Tensor:
+        """Compute a regularization term. Wrappers never rescale it.
+
+        Args:
+            params: Parameters of the client's model.
+            outputs: Result of `outputs`.
+            batch: Data of the step.
+            client: The client.
+
+        Returns:
+            A 0-d tensor that is added to the data loss.
+        """
+        return torch.zeros((), dtype=client.lr.dtype, device=client.lr.device)
 
     @final
-    def local_loss(self, params: Params, batch: Batch, site: Site) -> Tensor:
-        """The loss of one step."""
-        outputs = self.outputs(params, batch, site)
-        parts = {
-            "data_loss": self.data_loss(outputs, batch, site),
-            "penalty": self.penalty(params, outputs, batch, site),
+    def local_loss(
+        self, params: Params, batch: Batch, client: ClientContext
+    ) -> tuple[Tensor, Params]:
+        """Compute the loss of one local step: `data_loss` + `penalty`.
+
+        Args:
+            params: Parameters of the client's model.
+            batch: Data of the step.
+            client: The client.
+
+        Returns:
+            The loss, a 0-d tensor, and the running statistics after the forward pass.
+
+        Raises:
+            ModelError: If a term is not a single number.
+        """
+        outputs = self.outputs(params, batch, client)
+        terms = {
+            "data_loss": self.data_loss(outputs, batch, client),
+            "penalty": self.penalty(params, outputs, batch, client),
         }
-        for hook, part in parts.items():
-            if part.dim():
-                told = f"{type(self).__name__}.{hook} gave {list(part.shape)} numbers"
-                raise ModelError(f"{told}, and a step's loss is one: take their mean, as in .mean().")
-        return parts["data_loss"] + parts["penalty"]
+        for hook, term in terms.items():
+            if term.dim():
+                raise ModelError(
+                    f"{type(self).__name__}.{hook} returned a tensor of shape {list(term.shape)}, "
+                    "but the loss of a step is a single number: reduce it, for example with "
+                    ".mean()."
+                )
+        return terms["data_loss"] + terms["penalty"], outputs["buffers"]
 
-    def local_grad(self, loss: Loss, params: Params, batch: Batch, site: Site) -> tuple[Params, Tensor]:
-        """The direction of one step, and the loss. `loss` is given: under a wrapper it is not this object's own."""
-        return site.gradient(loss, params, batch)
+    def local_grad(
+        self, loss: Loss, params: Params, batch: Batch, client: ClientContext
+    ) -> StepGradient:
+        """Compute the direction of one local step.
 
-    def after_step(self, before: Params, after: Params, batch: Batch, site: Site) -> Params:
-        """The parameters a step ends with: for frozen parts, masks and projections."""
+        Args:
+            loss: The loss of the step. Under a wrapper it is the wrapper's loss, so use this one.
+            params: Parameters of the client's model.
+            batch: Data of the step.
+            client: The client.
+
+        Returns:
+            Gradient, loss, and the running statistics after the forward pass.
+        """
+        return client.step_gradient(loss, params, batch)
+
+    def after_step(
+        self, before: Params, after: Params, batch: Batch, client: ClientContext
+    ) -> Params:
+        """Adjust the parameters after an optimizer step: frozen parts, masks, projections.
+
+        Args:
+            before: Parameters before the step.
+            after: Parameters after the step.
+            batch: Data of the step.
+            client: The client; `client.buffers` are those after the step.
+
+        Returns:
+            The parameters that the step ends with.
+        """
         return after
 
-    def client_update(self, params: Params, site: Site, effort: Effort) -> tuple[State, State]:
-        """(what the client keeps, what it sends): its change times its weight, and the weight."""
-        change = {
-            "delta": tree.change(site.shared["params"], params),
-            "buffers": tree.change(site.shared["buffers"], site.buffers),
-        }
-        payload = tree.apply(lambda value: site.weight * value, change)
-        return site.own, payload | {"weight": site.weight, "count": torch.ones_like(site.weight)}
+    def client_update(
+        self, params: Params, client: ClientContext, work: LocalWork
+    ) -> tuple[State, State]:
+        """Create the client's new state and its payload after local training.
 
-    def client_model(self, params: Params, site: Site) -> Params:
-        """The weights this client would use itself, parameters and buffers together."""
-        return params | site.buffers
+        The payload is multiplied by the client's weight, so the server adds payloads and divides
+        once by the total weight.
+
+        Args:
+            params: Parameters after the last local step.
+            client: The client; `client.buffers` are those after the last step.
+            work: How much the client trained.
+
+        Returns:
+            (state, payload): what the client keeps, and what it sends.
+        """
+        update = {
+            "delta": tree.change(client.broadcast["params"], params),
+            "buffers": tree.change(client.broadcast["buffers"], client.buffers),
+        }
+        payload = tree.apply(lambda value: client.weight * value, update)
+        payload |= {"weight": client.weight, "count": torch.ones_like(client.weight)}
+        return client.state, payload
+
+    def client_model(self, params: Params, client: ClientContext) -> Params:
+        """Return the weights that this client would use itself.
+
+        Args:
+            params: Parameters after the last local step.
+            client: The client.
+
+        Returns:
+            Parameters and buffers together.
+        """
+        return params | client.buffers
+
+
+def _check_hooks(cls: type[Algorithm]) -> None:
+    """Check that overridden hooks exist and take the arguments that the engine passes.
+
+    Raises:
+        TypeError: If a method's name is close to a hook's, or its arguments differ.
+    """
+    hooks = {
+        name: value
+        for name, value in vars(Algorithm).items()
+        if inspect.isfunction(value) and not name.startswith("_")
+    }
+    for name, value in cls.__dict__.items():
+        if name.startswith("_") or not inspect.isfunction(value):
+            continue
+        if name not in hooks and (
+            close := difflib.get_close_matches(name, hooks, n=1, cutoff=0.85)
+        ):
+            raise TypeError(
+                f"{cls.__name__}.{name} is not a hook, so it would never be called: "
+                f"did you mean {close[0]}?"
+            )
+        expected = inspect.signature(hooks.get(name, value))
+        actual = inspect.signature(value)
+        try:
+            actual.bind(*expected.parameters)
+        except TypeError:
+            raise TypeError(
+                f"{cls.__name__}.{name} takes {actual}, but the engine calls it with {expected}."
+            ) from None

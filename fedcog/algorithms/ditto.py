@@ -1,103 +1,155 @@
-"""Ditto (Li et al., ICML 2021, algorithm 1): a personal model for each client, held near the global one."""
+"""Ditto (Li et al., ICML 2021, algorithm 1): a personal model per client, near the global one."""
 
-import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
-from fedcog import tree
-from fedcog.algorithms.base import Batch, Effort, Loss, Origin, Site
+from fedcog.algorithms.types import (
+    Batch,
+    ClientContext,
+    FederationInit,
+    LocalWork,
+    Loss,
+    StepGradient,
+)
 from fedcog.algorithms.wrapper import Wrapper
-from fedcog.fitness import ModelError
-from fedcog.settings import setting
-from fedcog.tree import Params, State
+from fedcog.core import tree
+from fedcog.core.settings import setting
+from fedcog.core.tree import Params, State
+from fedcog.models.checks import ModelError
 
 
 @dataclass(frozen=True)
 class Ditto(Wrapper):
-    """Any algorithm, beside which every client trains a model of its own on the same batches.
+    """Any algorithm, with a personal model that every client trains on the same batches.
 
-    Its loss is the client's plus lambda_pull/2 |v - G|^2, G being the model sent this round. It never travels, has
-    momentum and running statistics of its own, and leaves the global model exactly as it would have been. It starts as
-    the first model that the client is sent.
+    The personal loss is the client's plus lambda_pull/2 |v - G|^2, where G is the model sent in
+    this round. The personal model v is never sent. It has its own momentum and running statistics
+    and leaves the global model exactly as it would be without it. It starts as the first model that
+    the client receives.
     """
 
-    personalises: ClassVar[bool] = True
-    lambda_pull: float = setting(1.0, "strength of the pull of the personal model towards the global one", ">= 0")
+    is_personalized: ClassVar[bool] = True
+    lambda_pull: float = setting(
+        1.0, "weight of the penalty that pulls the personal model to the global one", ">= 0"
+    )
 
-    def stiffness(self) -> dict[str, float]:
-        """That of the pull."""
+    def penalty_curvature(self) -> dict[str, float]:
+        """Return the curvature of the penalty."""
         return {"lambda_pull": self.lambda_pull}
 
-    def server_init(self, origin: Origin) -> State:
-        """Inner's, if it shares the whole model."""
-        server = self.inner.server_init(origin)
-        if home := sorted(origin.params.keys() - server["params"].keys()):
+    def server_init(self, init: FederationInit) -> State:
+        """Refuse inner algorithms that keep a part of the model at the clients."""
+        server = self.inner.server_init(init)
+        if kept := sorted(init.params.keys() - server["params"].keys()):
             raise ModelError(
-                f"ditto trains a copy of the model that is sent, and what it goes around keeps {', '.join(home)} at "
-                "home: take one or the other."
+                f"ditto trains a copy of the model that the server sends, but the algorithm inside "
+                f"keeps {', '.join(kept)} at the clients: use one or the other."
             )
         return server
 
-    def client_init(self, shared: State) -> State:
-        """v = the first G."""
-        return self.inner.client_init(shared) | {"personal": shared["params"] | shared["buffers"]}
+    def client_init(self, broadcast: State) -> State:
+        """Start the personal model as the first global model."""
+        personal = broadcast["params"] | broadcast["buffers"]
+        return self.inner.client_init(broadcast) | {"personal": personal}
 
-    def client_start(self, site: Site) -> Params:
-        """Inner's, and v aside."""
-        return self.inner.client_start(site) | _aside({n: site.own["personal"][n] for n in site.shared["params"]})
+    def start_params(self, client: ClientContext) -> Params:
+        """Add the personal parameters."""
+        personal = {name: client.state["personal"][name] for name in client.broadcast["params"]}
+        return self.inner.start_params(client) | _add_prefix(personal)
 
-    def client_buffers(self, site: Site) -> Params:
-        """Inner's, and v's aside."""
-        return self.inner.client_buffers(site) | _aside({n: site.own["personal"][n] for n in site.shared["buffers"]})
+    def start_buffers(self, client: ClientContext) -> Params:
+        """Add the personal running statistics."""
+        personal = {name: client.state["personal"][name] for name in client.broadcast["buffers"]}
+        return self.inner.start_buffers(client) | _add_prefix(personal)
 
-    def outputs(self, params: Params, batch: Batch, site: Site) -> State:
-        """Inner's."""
-        return self.inner.outputs(_main(params), batch, site)
+    def outputs(self, params: Params, batch: Batch, client: ClientContext) -> State:
+        """Run the inner algorithm's forward passes.
 
-    def penalty(self, params: Params, outputs: State, batch: Batch, site: Site) -> Tensor:
-        """Inner's."""
-        return self.inner.penalty(_main(params), outputs, batch, site)
+        Returns:
+            Outputs by name.
+        """
+        return self.inner.outputs(_global_part(params), batch, client)
 
-    def local_grad(self, loss: Loss, params: Params, batch: Batch, site: Site) -> tuple[Params, Tensor]:
-        """Inner's for the global model; for v, that of its own loss."""
-        personal, here = _own(params), dataclasses.replace(site, buffers=_own(site.buffers))
+    def penalty(
+        self, params: Params, outputs: State, batch: Batch, client: ClientContext
+    ) -> Tensor:
+        """Return the inner algorithm's penalty.
 
-        def pulled(v: Params, batch: Batch) -> Tensor:
-            drift = tree.change(site.shared["params"], v)
-            fit = site.task.loss(here.logits(v, batch["x"]), batch["y"]).mean()
-            return fit + self.lambda_pull / 2 * tree.dot(drift, drift)
+        Returns:
+            A 0-d tensor.
+        """
+        return self.inner.penalty(_global_part(params), outputs, batch, client)
 
-        grads, value = self.inner.local_grad(loss, _main(params), batch, site)
-        grads = grads | _aside(site.gradient(pulled, personal, batch)[0])
-        site.buffers.update(_aside(here.buffers))  # what v's pass made of its running statistics
-        return grads, value
+    def local_grad(
+        self, loss: Loss, params: Params, batch: Batch, client: ClientContext
+    ) -> StepGradient:
+        """Return the inner gradient for the global model, and the personal loss's for v.
 
-    def after_step(self, before: Params, after: Params, batch: Batch, site: Site) -> Params:
-        """Inner's for the global model."""
-        return self.inner.after_step(_main(before), _main(after), batch, site) | _aside(_own(after))
+        Returns:
+            Gradient, loss and running statistics.
+        """
 
-    def client_update(self, params: Params, site: Site, effort: Effort) -> tuple[State, State]:
-        """Inner's; v stays here."""
-        own, payload = self.inner.client_update(_main(params), site, effort)
-        return own | {"personal": _own(params) | _own(site.buffers)}, payload
+        def personal_loss(v: Params, batch: Batch) -> tuple[Tensor, Params]:
+            drift = tree.change(client.broadcast["params"], v)
+            logits, _, buffers = client.model.forward(v, _personal_part(client.buffers), batch["x"])
+            data_loss = client.task.loss(logits, batch["y"]).mean()
+            return data_loss + self.lambda_pull / 2 * tree.dot(drift, drift), buffers
 
-    def client_model(self, params: Params, site: Site) -> Params:
-        """v."""
-        return _own(params) | _own(site.buffers)
+        step = self.inner.local_grad(loss, _global_part(params), batch, client)
+        personal = client.step_gradient(personal_loss, _personal_part(params), batch)
+        return StepGradient(
+            grads=step.grads | _add_prefix(personal.grads),
+            loss=step.loss,
+            buffers=step.buffers | _add_prefix(personal.buffers),
+        )
+
+    def after_step(
+        self, before: Params, after: Params, batch: Batch, client: ClientContext
+    ) -> Params:
+        """Adjust the global model as the inner algorithm does.
+
+        Returns:
+            The parameters that the step ends with.
+        """
+        adjusted = self.inner.after_step(_global_part(before), _global_part(after), batch, client)
+        return adjusted | _add_prefix(_personal_part(after))
+
+    def client_update(
+        self, params: Params, client: ClientContext, work: LocalWork
+    ) -> tuple[State, State]:
+        """Keep the personal model at the client.
+
+        Returns:
+            (state, payload).
+        """
+        state, payload = self.inner.client_update(_global_part(params), client, work)
+        return state | {"personal": self.client_model(params, client)}, payload
+
+    def client_model(self, params: Params, client: ClientContext) -> Params:
+        """Return the personal model.
+
+        Returns:
+            Parameters and buffers together.
+        """
+        return _personal_part(params) | _personal_part(client.buffers)
 
 
 _PREFIX = "personal.."
 
 
-def _aside(params: Params) -> Params:
+def _add_prefix(params: Params) -> Params:
     return {_PREFIX + name: value for name, value in params.items()}
 
 
-def _own(params: Params) -> Params:
-    return {name.removeprefix(_PREFIX): value for name, value in params.items() if name.startswith(_PREFIX)}
+def _personal_part(params: Params) -> Params:
+    return {
+        name.removeprefix(_PREFIX): value
+        for name, value in params.items()
+        if name.startswith(_PREFIX)
+    }
 
 
-def _main(params: Params) -> Params:
+def _global_part(params: Params) -> Params:
     return {name: value for name, value in params.items() if not name.startswith(_PREFIX)}

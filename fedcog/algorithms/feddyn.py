@@ -1,58 +1,85 @@
-"""FedDyn (Acar et al., ICLR 2021, algorithm 1): penalties that line local optima up with the global one."""
+"""FedDyn (Acar et al., ICLR 2021, algorithm 1): dynamic regularization."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
-from fedcog import tree
-from fedcog.algorithms.base import Algorithm, Batch, Effort, Origin, Site
-from fedcog.settings import setting
-from fedcog.tree import Params, State
+from fedcog.algorithms.base import Algorithm
+from fedcog.algorithms.types import Batch, ClientContext, FederationInit, LocalWork
+from fedcog.core import tree
+from fedcog.core.settings import setting
+from fedcog.core.tree import Params, State
 
 
 @dataclass(frozen=True)
 class FedDyn(Algorithm):
-    """FedAvg with a linear and a quadratic term in each client's loss, from a memory of its past drifts.
+    """FedAvg with a linear and a quadratic penalty that align local optima with the global one.
 
-    Both memories are kept divided by alpha: g_k / alpha = -(sum of the client's past changes), h / alpha the same of
-    everybody's mean. h moves by |S|/N of the round's mean change, weighted as the mean is, so that both agree; with
-    equal weights that is the published rule. The model sent out, not the clients' mean, is what is evaluated. The rule
-    supposes that clients come near to their minimum; where they stop early, an alpha above the authors' steadies it.
+    Client and server memory are stored divided by alpha: g_k / alpha is minus the sum of the
+    client's past updates, h / alpha the same of the mean updates. h moves by |S|/N of the round's
+    weighted mean update, so that both agree; with equal weights that is the published rule. The
+    model that the server sends is evaluated, not the clients' mean. The rule assumes that clients
+    come near their minimum; if they stop early, an alpha above the authors' stabilizes it.
     """
 
-    whole: ClassVar[bool] = True
-    alpha: float = setting(0.01, "strength of the linear and quadratic terms", ">= 0")
-    correction: float = setting(1.0, "share of h / alpha the server takes off; 0, and alpha 0: FedAvg", ">= 0", "<= 1")
+    needs_full_model: ClassVar[bool] = True
+    alpha: float = setting(0.01, "weight of the linear and quadratic penalty", ">= 0")
+    correction: float = setting(
+        1.0,
+        "fraction of h / alpha that the server subtracts; 0 with alpha 0 is FedAvg",
+        ">= 0",
+        "<= 1",
+    )
 
-    def stiffness(self) -> dict[str, float]:
-        """That of the quadratic term."""
+    def penalty_curvature(self) -> dict[str, float]:
+        """Return the curvature of the quadratic term."""
         return {"alpha": self.alpha}
 
-    def server_init(self, origin: Origin) -> State:
-        """h = 0."""
-        return super().server_init(origin) | {"memory": tree.zeros(origin.params), "population": origin.population}
+    def server_init(self, init: FederationInit) -> State:
+        """Start with h = 0."""
+        return super().server_init(init) | {
+            "memory": tree.zeros(init.params),
+            "population": init.num_clients,
+        }
 
     def server_update(self, server: State, total: State, draws: State) -> State:
-        """h / alpha - |S|/N * mean change; and the mean model less the new h / alpha."""
-        present = total["count"] / server["population"]
-        memory = tree.subtract(server["memory"], tree.scale(present, self.mean(total)["delta"]))
+        """Subtract the new h / alpha from the mean model.
+
+        Returns:
+            The server state after the round.
+        """
+        participation = total["count"] / server["population"]
+        mean_delta = self.mean_update(total)["delta"]
+        memory = tree.subtract(server["memory"], tree.scale(participation, mean_delta))
         server = super().server_update(server, total, draws)
         params = tree.subtract(server["params"], tree.scale(self.correction, memory))
         return server | {"params": params, "memory": memory}
 
-    def client_init(self, shared: State) -> State:
-        """g_k = 0."""
-        return super().client_init(shared) | {"memory": tree.zeros(shared["params"])}
+    def client_init(self, broadcast: State) -> State:
+        """Start with g_k = 0."""
+        return super().client_init(broadcast) | {"memory": tree.zeros(broadcast["params"])}
 
-    def penalty(self, params: Params, outputs: State, batch: Batch, site: Site) -> Tensor:
-        """alpha/2 |theta - G|^2 - <g_k, theta>."""
-        drift = tree.subtract(params, site.shared["params"])
-        pull = tree.dot(drift, drift) / 2 - tree.dot(params, site.own["memory"])
-        return super().penalty(params, outputs, batch, site) + self.alpha * pull
+    def penalty(
+        self, params: Params, outputs: State, batch: Batch, client: ClientContext
+    ) -> Tensor:
+        """Return alpha/2 |theta - G|^2 - <g_k, theta>.
 
-    def client_update(self, params: Params, site: Site, effort: Effort) -> tuple[State, State]:
-        """g_k / alpha less the client's change."""
-        own, payload = super().client_update(params, site, effort)
-        change = tree.change(site.shared["params"], params)
-        return own | {"memory": tree.subtract(site.own["memory"], change)}, payload
+        Returns:
+            A 0-d tensor.
+        """
+        drift = tree.subtract(params, client.broadcast["params"])
+        pull = tree.dot(drift, drift) / 2 - tree.dot(params, client.state["memory"])
+        return super().penalty(params, outputs, batch, client) + self.alpha * pull
+
+    def client_update(
+        self, params: Params, client: ClientContext, work: LocalWork
+    ) -> tuple[State, State]:
+        """Subtract the client's update from g_k / alpha.
+
+        Returns:
+            (state, payload).
+        """
+        state, payload = super().client_update(params, client, work)
+        update = tree.change(client.broadcast["params"], params)
+        return state | {"memory": tree.subtract(client.state["memory"], update)}, payload

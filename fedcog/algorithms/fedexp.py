@@ -1,51 +1,71 @@
-"""FedExP (Jhunjhunwala et al., ICLR 2023, eq. 11): the server steps further where clients disagree."""
+"""FedExP (Jhunjhunwala et al., ICLR 2023, eq. 11): an adaptive server step size."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from fedcog import tree
-from fedcog.algorithms.base import Algorithm, Effort, Origin, Site
-from fedcog.settings import setting
-from fedcog.tree import Params, State
+from fedcog.algorithms.base import Algorithm
+from fedcog.algorithms.types import ClientContext, FederationInit, LocalWork
+from fedcog.core import tree
+from fedcog.core.settings import setting
+from fedcog.core.tree import Params, State
 
 
 @dataclass(frozen=True)
 class FedExP(Algorithm):
-    """FedAvg whose server step is max(1, mean |change|^2 / (2 (|mean change|^2 + epsilon))).
+    """FedAvg with server step size max(1, mean |update|^2 / (2 (|mean update|^2 + epsilon))).
 
-    Published for 20 local steps; with hundreds, changes are long and nearly orthogonal and the step grows until
-    training is unstable, as the FedCOG paper reports. The step taken is in the record. The authors evaluate the mean of
-    the last two models, which hides half of the oscillation: `average` does so.
+    Published for 20 local steps. With hundreds, updates are long and nearly orthogonal, and the
+    step size grows until training is unstable, as the FedCOG paper reports. The step size is
+    recorded every round. The authors evaluate the mean of the last two models, which hides half of
+    the oscillation; `average` does the same.
     """
 
-    scales: ClassVar[dict[str, float]] = Algorithm.scales | {"square": 1024.0}
-    epsilon: float = setting(1e-3, "added to the mean change's square; large: FedAvg", ">= 0")
+    payload_bounds: ClassVar[dict[str, float]] = Algorithm.payload_bounds | {"square": 1024.0}
+    epsilon: float = setting(
+        1e-3, "added to the squared norm of the mean update; large is FedAvg", ">= 0"
+    )
     average: bool = setting(False, "evaluate the mean of the last two models")
 
-    def server_init(self, origin: Origin) -> State:
-        """A step of 1."""
-        server = super().server_init(origin)
-        one = torch.ones_like(origin.population)
-        return server | {"before": origin.params, "readings": {"server_step": one}}
+    def server_init(self, init: FederationInit) -> State:
+        """Start with a step size of 1."""
+        step_size = torch.ones_like(init.num_clients)
+        return super().server_init(init) | {
+            "before": init.params,
+            "readings": {"server_step": step_size},
+        }
 
-    def client_update(self, params: Params, site: Site, effort: Effort) -> tuple[State, State]:
-        """Besides its change, the change's square."""
-        own, payload = super().client_update(params, site, effort)
-        change = tree.change(site.shared["params"], params)
-        return own, payload | {"square": site.weight * tree.dot(change, change)}
+    def client_update(
+        self, params: Params, client: ClientContext, work: LocalWork
+    ) -> tuple[State, State]:
+        """Send the squared norm of the update too.
+
+        Returns:
+            (state, payload).
+        """
+        state, payload = super().client_update(params, client, work)
+        update = tree.change(client.broadcast["params"], params)
+        return state, payload | {"square": client.weight * tree.dot(update, update)}
 
     def server_update(self, server: State, total: State, draws: State) -> State:
-        """The mean change, stretched."""
-        mean = self.mean(total)["delta"]
-        step = (total["square"] / total["weight"] / (2 * (tree.dot(mean, mean) + self.epsilon))).clamp(min=1)
+        """Move the model by the mean update times the step size.
+
+        Returns:
+            The server state after the round.
+        """
+        mean = self.mean_update(total)["delta"]
+        mean_square = total["square"] / total["weight"]
+        step_size = (mean_square / (2 * (tree.dot(mean, mean) + self.epsilon))).clamp(min=1)
         after = super().server_update(server, total, draws)
-        params = tree.add(server["params"], tree.scale(step, mean))
-        return after | {"params": params, "before": server["params"], "readings": {"server_step": step}}
+        return after | {
+            "params": tree.add(server["params"], tree.scale(step_size, mean)),
+            "before": server["params"],
+            "readings": {"server_step": step_size},
+        }
 
     def server_model(self, server: State) -> Params:
-        """The last model, or the mean of the last two."""
+        """Return the last model, or the mean of the last two."""
         weights = super().server_model(server)
         if not self.average:
             return weights

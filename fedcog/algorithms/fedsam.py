@@ -1,29 +1,37 @@
-"""FedSAM (Qu et al., ICML 2022, algorithm 1): clients seek flat minima."""
+"""FedSAM (Qu et al., ICML 2022, algorithm 1): sharpness-aware minimization at the clients."""
 
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from fedcog import tree
-from fedcog.algorithms.base import Algorithm, Batch, Loss, Site
-from fedcog.settings import setting
-from fedcog.tree import Params
+from fedcog.algorithms.base import Algorithm
+from fedcog.algorithms.types import Batch, ClientContext, Loss, StepGradient
+from fedcog.core import tree
+from fedcog.core.settings import setting
+from fedcog.core.tree import Params
 
 
 @dataclass(frozen=True)
 class FedSAM(Algorithm):
-    """FedAvg whose clients step along the gradient found uphill, at theta + rho g / |g|, on the same batch.
+    """FedAvg whose clients use the gradient at theta + rho g / |g|, on the same batch.
 
-    |g| is the length over the whole model. The second pass leaves running statistics alone. The default is what the
-    FedCOG paper states; its code has 0.05, and with small networks only that learns well (docs/study.md).
+    |g| is the L2 norm over the whole model. The second pass leaves running statistics unchanged.
+    The default is what the FedCOG paper states; its code uses 0.05, and small networks learn well
+    only with that (docs/study.md).
     """
 
-    rho: float = setting(0.5, "how far uphill the gradient is taken", ">= 0")
+    rho: float = setting(0.5, "L2 norm of the perturbation", ">= 0")
 
-    def local_grad(self, loss: Loss, params: Params, batch: Batch, site: Site) -> tuple[Params, Tensor]:
-        """The gradient of the given loss at theta + rho g / |g|."""
-        grads, value = super().local_grad(loss, params, batch, site)
-        length = tree.norm(grads) + torch.finfo(value.dtype).tiny
-        uphill = tree.add(params, tree.scale(self.rho / length, grads))
-        return site.gradient(loss, uphill, batch, track=False)[0], value
+    def local_grad(
+        self, loss: Loss, params: Params, batch: Batch, client: ClientContext
+    ) -> StepGradient:
+        """Return the gradient of the given loss at theta + rho g / |g|.
+
+        Returns:
+            Gradient, loss and running statistics.
+        """
+        step = super().local_grad(loss, params, batch, client)
+        norm = tree.norm(step.grads) + torch.finfo(step.loss.dtype).tiny
+        perturbed = tree.add(params, tree.scale(self.rho / norm, step.grads))
+        second = client.step_gradient(loss, perturbed, batch)
+        return step._replace(grads=second.grads)

@@ -1,4 +1,4 @@
-"""HeteroFL (Diao et al., ICLR 2021): clients whose networks are as wide as their devices bear."""
+"""HeteroFL (Diao et al., ICLR 2021): clients train networks as wide as their devices allow."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -6,81 +6,113 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedcog import tree
-from fedcog.algorithms.base import Batch, Effort, Site
+from fedcog.algorithms.types import Batch, ClientContext, LocalWork
 from fedcog.algorithms.wrapper import Wrapper
-from fedcog.models import Model
-from fedcog.settings import ConfigError, setting
-from fedcog.tree import Params, State
+from fedcog.core import tree
+from fedcog.core.settings import ConfigError, setting
+from fedcog.core.tree import Params, State
+from fedcog.models.functional import Model
 
 
 @dataclass(frozen=True)
 class HeteroFL(Wrapper):
-    """Any algorithm, with clients that have of every hidden layer the first channels alone, the share `width` of them.
+    """Any algorithm, with clients that train the first `width` of every hidden layer's channels.
 
-    Which share is for each kind of device to say (`--devices`). Here narrow networks are wide ones with zeros in them,
-    which computes the same. A number's new value is the mean over the clients that have it, and what nobody has stays
-    as it was: beside its sums each client sends its weight wherever it has nothing, and the server needs no more than
-    the sum of both. The published method also rescales activations and masks the logits of absent classes; this one
-    does not.
+    Each device type sets its own width (`--devices`). Narrow networks are wide ones with zeros in
+    them here, which computes the same. The new value of a weight is the mean over the clients that
+    have it; a weight that no client has stays unchanged. Each client also sends its weight wherever
+    it has nothing, so the server needs only sums. The published method also rescales activations
+    and masks the logits of absent classes; this one does not.
     """
 
-    local: ClassVar[tuple[str, ...]] = ("width",)
-    needs_head: ClassVar[bool] = True
+    per_device_settings: ClassVar[tuple[str, ...]] = ("width",)
+    needs_features: ClassVar[bool] = True
+    sends_coverage: ClassVar[bool] = True
 
-    width: float = setting(1.0, "share of every hidden layer's channels that a client has", "> 0", "<= 1")
+    width: float = setting(
+        1.0, "fraction of every hidden layer's channels that a client trains", "> 0", "<= 1"
+    )
 
     def __post_init__(self) -> None:
-        """Refuse what keeps or sends more by number than its change."""
-        if self.inner.whole:
+        """Refuse inner algorithms that need the full model at every client."""
+        if self.inner.needs_full_model:
             raise ConfigError(
                 [
-                    "heterofl goes around algorithms whose clients send changes of the model and nothing else of its "
-                    "size: not around scaffold, feddyn, fedgen or vhl. Choose another."
+                    "heterofl wraps algorithms whose clients send the model's update and nothing "
+                    "else of its size, so not scaffold, feddyn, fedgen or vhl: choose another."
                 ]
             )
 
     @property
-    def scales(self) -> dict[str, float]:  # type: ignore[override]
-        """Inner's, and of the weights where nothing is."""
-        return self.inner.scales | {"lacks": 1.0}
+    def payload_bounds(self) -> dict[str, float]:  # type: ignore[override]
+        """The inner bounds, and that of the weights where a client has nothing."""
+        return self.inner.payload_bounds | {"lacks": 1.0}
 
-    def unpack(self, shared: State, draws: State, model: Model) -> State:
-        """Inner's, of what a client of this width has; beside it 1 or 0 by number."""
-        held = model.held(self.width)
-        return self.inner.unpack(_cut(shared, held), draws, model) | {"held": held}
+    def unpack_broadcast(self, broadcast: State, draws: State, model: Model) -> State:
+        """Zero the channels that a client of this width lacks, and add the mask.
 
-    def after_step(self, before: Params, after: Params, batch: Batch, site: Site) -> Params:
-        """Inner's; what is not there does not move."""
-        return _cut(self.inner.after_step(before, after, batch, site), site.shared["held"])
+        Returns:
+            What the hooks see of the broadcast.
+        """
+        mask = model.width_mask(self.width)
+        narrow = _apply_mask(broadcast, mask)
+        return self.inner.unpack_broadcast(narrow, draws, model) | {"held": mask}
 
-    def client_update(self, params: Params, site: Site, effort: Effort) -> tuple[State, State]:
-        """Inner's, and the client's weight wherever it has nothing."""
-        own, payload = self.inner.client_update(params, site, effort)
-        held = site.shared["held"]
-        lacks = {name: site.weight * (1 - mask) for name, mask in held.items()}
-        return own, payload | _cut({"buffers": payload["buffers"]}, held) | {"lacks": lacks}
+    def after_step(
+        self, before: Params, after: Params, batch: Batch, client: ClientContext
+    ) -> Params:
+        """Keep absent channels at zero.
+
+        Returns:
+            The parameters that the step ends with.
+        """
+        adjusted = self.inner.after_step(before, after, batch, client)
+        return _apply_mask(adjusted, client.broadcast["held"])
+
+    def client_update(
+        self, params: Params, client: ClientContext, work: LocalWork
+    ) -> tuple[State, State]:
+        """Also send the client's weight wherever it has nothing.
+
+        Returns:
+            (state, payload).
+        """
+        state, payload = self.inner.client_update(params, client, work)
+        masks = client.broadcast["held"]
+        lacks = {name: client.weight * (1 - mask) for name, mask in masks.items()}
+        buffers = _apply_mask({"buffers": payload["buffers"]}, masks)
+        return state, payload | buffers | {"lacks": lacks}
 
     def server_update(self, server: State, total: State, draws: State) -> State:
-        """Inner's, of sums as if all had sent what those sent on average who have it."""
-        weight, least = total["weight"], 1e-5 * total["weight"]  # rounding leaves less than that of nothing
+        """Rescale sums as if every client had sent the mean of those that have a weight.
 
-        def fair(name: str, value: Tensor) -> Tensor:
+        Returns:
+            The server state after the round.
+        """
+        weight = total["weight"]
+        min_weight = 1e-5 * weight  # rounding leaves less than this where no client has a weight
+
+        def rescale(name: str, value: Tensor) -> Tensor:
             if name not in total["lacks"]:
                 return value
-            there = weight - total["lacks"][name]
-            return torch.where(there > least, value * (weight / there.clamp(min=least)), 0)
+            present = weight - total["lacks"][name]
+            scaled = value * (weight / present.clamp(min=min_weight))
+            return torch.where(present > min_weight, scaled, 0)
 
         rest = {key: value for key, value in total.items() if key != "lacks"}
-        sums = {key: {name: fair(name, value) for name, value in total[key].items()} for key in ("delta", "buffers")}
+        sums = {
+            key: {name: rescale(name, value) for name, value in total[key].items()}
+            for key in ("delta", "buffers")
+        }
         return self.inner.server_update(server, rest | sums, draws)
 
 
-def _cut(state: State, held: Params) -> State:
-    """A state with zeros wherever there is nothing, in all its models: those that ride along as in the first."""
+def _apply_mask(state: State, masks: Params) -> State:
+    """Multiply every model in a state by the masks, secondary models (`aside..name`) included."""
     flat = tree.flatten(state)
     for path, value in flat.items():
-        mask = held.get(path.rpartition("::")[2].rpartition("..")[2])
+        name = path.rpartition("::")[2].rpartition("..")[2]
+        mask = masks.get(name)
         if mask is not None and mask.shape == value.shape:
             flat[path] = value * mask
-    return tree.filled(state, flat)
+    return tree.unflatten_like(state, flat)

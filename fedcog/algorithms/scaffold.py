@@ -1,60 +1,93 @@
-"""SCAFFOLD (Karimireddy et al., ICML 2020, algorithm 1, option II): control variates against client drift."""
+"""SCAFFOLD (Karimireddy et al., ICML 2020, algorithm 1, option II): control variates."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
-from fedcog import tree
-from fedcog.algorithms.base import Algorithm, Batch, Effort, Loss, Origin, Site
-from fedcog.settings import setting
-from fedcog.tree import Params, State
+from fedcog.algorithms.base import Algorithm
+from fedcog.algorithms.types import (
+    Batch,
+    ClientContext,
+    FederationInit,
+    LocalWork,
+    Loss,
+    StepGradient,
+)
+from fedcog.core import tree
+from fedcog.core.settings import setting
+from fedcog.core.tree import Params, State
 
 
 @dataclass(frozen=True)
 class SCAFFOLD(Algorithm):
-    """FedAvg whose clients step along g - c_k + c: their own mean gradient taken off, everybody's put in its place.
+    """FedAvg whose clients step along g - c_k + c, with their own and the server's control variate.
 
-    The new variate is the client's mean gradient, (G - theta) / length less the correction; length is the sum of its
-    step sizes, momentum counted in, without which the variates grow tenfold at momentum 0.9. The model moves by the
-    mean change as in FedAvg (by examples; a global step size of 1). The server's c stays the plain mean of all clients'
-    c_k, whatever their weights: it moves by their changes over the whole population, present or not.
+    The new c_k is the client's mean gradient: (G - theta) / effective step size, minus the
+    correction. The effective step size includes momentum; without it the variates would be ten
+    times too large at momentum 0.9. The model moves by the weighted mean update as in FedAvg (a
+    global step size of 1). The server's c is the plain mean of all clients' c_k, whatever their
+    weights: it moves by the sum of their changes divided by the number of all clients.
     """
 
     needs_sgd: ClassVar[bool] = True
-    whole: ClassVar[bool] = True
-    scales: ClassVar[dict[str, float]] = Algorithm.scales | {"control": 1024.0}
-    strength: float = setting(1.0, "share of the correction that is applied; 0: FedAvg", ">= 0", "<= 1")
+    needs_full_model: ClassVar[bool] = True
+    payload_bounds: ClassVar[dict[str, float]] = Algorithm.payload_bounds | {"control": 1024.0}
+    strength: float = setting(
+        1.0, "fraction of the correction that is applied; 0 is FedAvg", ">= 0", "<= 1"
+    )
 
-    def server_init(self, origin: Origin) -> State:
-        """c = 0."""
-        return super().server_init(origin) | {"control": tree.zeros(origin.params), "population": origin.population}
+    def server_init(self, init: FederationInit) -> State:
+        """Start with c = 0."""
+        return super().server_init(init) | {
+            "control": tree.zeros(init.params),
+            "population": init.num_clients,
+        }
 
     def broadcast(self, server: State) -> State:
-        """The model, and c."""
+        """Send the model and c."""
         return super().broadcast(server) | {"control": server["control"]}
 
     def server_update(self, server: State, total: State, draws: State) -> State:
-        """c + sum of the changes / N."""
+        """Move c by the sum of the clients' changes divided by the number of clients.
+
+        Returns:
+            The server state after the round.
+        """
         step = tree.scale(1 / server["population"], total["control"])
-        return super().server_update(server, total, draws) | {"control": tree.add(server["control"], step)}
+        return super().server_update(server, total, draws) | {
+            "control": tree.add(server["control"], step)
+        }
 
-    def client_init(self, shared: State) -> State:
-        """c_k = 0."""
-        return super().client_init(shared) | {"control": tree.zeros(shared["control"])}
+    def client_init(self, broadcast: State) -> State:
+        """Start with c_k = 0."""
+        return super().client_init(broadcast) | {"control": tree.zeros(broadcast["control"])}
 
-    def local_grad(self, loss: Loss, params: Params, batch: Batch, site: Site) -> tuple[Params, Tensor]:
-        """g - c_k + c."""
-        grads, value = super().local_grad(loss, params, batch, site)
-        return tree.add(grads, self._correction(site)), value
+    def local_grad(
+        self, loss: Loss, params: Params, batch: Batch, client: ClientContext
+    ) -> StepGradient:
+        """Return g - c_k + c.
 
-    def client_update(self, params: Params, site: Site, effort: Effort) -> tuple[State, State]:
-        """c_k becomes (G - theta) / length - (c - c_k), and its change is sent, unweighted."""
-        own, payload = super().client_update(params, site, effort)
-        slope = tree.scale(-1 / effort.length, tree.change(site.shared["params"], params))
-        control = tree.subtract(slope, self._correction(site))
-        change = tree.change(site.own["control"], control)
-        return own | {"control": control}, payload | {"control": change}
+        Returns:
+            Gradient, loss and running statistics.
+        """
+        step = super().local_grad(loss, params, batch, client)
+        return step._replace(grads=tree.add(step.grads, self._correction(client)))
 
-    def _correction(self, site: Site) -> Params:
-        return tree.scale(self.strength, tree.change(site.own["control"], site.shared["control"]))
+    def client_update(
+        self, params: Params, client: ClientContext, work: LocalWork
+    ) -> tuple[State, State]:
+        """Keep the new c_k, and send its change unweighted.
+
+        Returns:
+            (state, payload).
+        """
+        state, payload = super().client_update(params, client, work)
+        update = tree.change(client.broadcast["params"], params)
+        mean_grad = tree.scale(-1 / work.effective_step_size, update)
+        control = tree.subtract(mean_grad, self._correction(client))
+        change = tree.change(client.state["control"], control)
+        return state | {"control": control}, payload | {"control": change}
+
+    def _correction(self, client: ClientContext) -> Params:
+        """Return strength * (c - c_k)."""
+        difference = tree.change(client.state["control"], client.broadcast["control"])
+        return tree.scale(self.strength, difference)

@@ -1,111 +1,241 @@
-"""An algorithm around another: a few overridden hooks, the others inner's."""
+"""An algorithm around another: it overrides a few hooks and leaves the others to the inner one."""
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fedcog.algorithms.base import Algorithm, Batch, Draw, Effort, Extra, Loss, Origin, Site, Uplink
-from fedcog.models import Model
-from fedcog.tree import Params, State
+from fedcog.algorithms.base import Algorithm
+from fedcog.algorithms.types import (
+    Batch,
+    ClientContext,
+    Draw,
+    ExtraData,
+    FederationInit,
+    GeneratorConfig,
+    LocalWork,
+    Loss,
+    StepGradient,
+    Uplink,
+)
+from fedcog.core.tree import Params, State
+from fedcog.models.functional import Model
 
 
 @dataclass(frozen=True)
 class Wrapper(Algorithm):
-    """An algorithm around another: every hook defers to `inner`."""
+    """An algorithm around another: every hook calls that of `inner`.
+
+    Attributes:
+        inner: The wrapped algorithm, itself possibly a wrapper.
+    """
+
+    is_wrapper: ClassVar[bool] = True
 
     inner: Algorithm = field(default_factory=Algorithm)
 
     @property
+    def layers(self) -> tuple[Algorithm, ...]:
+        """This algorithm and those inside it, outermost first."""
+        return (self, *self.inner.layers)
+
+    def map_layers(self, change: Callable[[Algorithm], Algorithm]) -> Algorithm:
+        """Apply `change` to every layer, innermost first."""
+        return change(dataclasses.replace(self, inner=self.inner.map_layers(change)))
+
+    @property
     def uplink(self) -> Uplink:  # type: ignore[override]
-        """Inner's."""
+        """The inner uplink."""
         return self.inner.uplink
 
     @property
-    def scales(self) -> dict[str, float]:  # type: ignore[override]
-        """Inner's."""
-        return self.inner.scales
+    def payload_bounds(self) -> dict[str, float]:  # type: ignore[override]
+        """The inner bounds."""
+        return self.inner.payload_bounds
 
     @property
-    def whole(self) -> bool:  # type: ignore[override]
-        """Inner's."""
-        return self.inner.whole
+    def needs_full_model(self) -> bool:  # type: ignore[override]
+        """The inner requirement."""
+        return self.inner.needs_full_model
+
+    @property
+    def generator_config(self) -> GeneratorConfig:
+        """The inner generator."""
+        return self.inner.generator_config
+
+    @property
+    def generation_start(self) -> int | None:
+        """The inner start of generation."""
+        return self.inner.generation_start
 
     def draws(self, round: int, model: Model, batch_size: int) -> dict[str, Draw]:
-        """Inner's."""
+        """Call the inner hook.
+
+        Returns:
+            Requests by name.
+        """
         return self.inner.draws(round, model, batch_size)
 
-    def server_init(self, origin: Origin) -> State:
-        """Inner's."""
-        return self.inner.server_init(origin)
+    def server_init(self, init: FederationInit) -> State:
+        """Call the inner hook."""
+        return self.inner.server_init(init)
 
     def broadcast(self, server: State) -> State:
-        """Inner's."""
+        """Call the inner hook."""
         return self.inner.broadcast(server)
 
     def server_update(self, server: State, total: State, draws: State) -> State:
-        """Inner's."""
+        """Call the inner hook.
+
+        Returns:
+            The server state after the round.
+        """
         return self.inner.server_update(server, total, draws)
 
     def server_model(self, server: State) -> Params:
-        """Inner's."""
+        """Call the inner hook."""
         return self.inner.server_model(server)
 
-    def unpack(self, shared: State, draws: State, model: Model) -> State:
-        """Inner's."""
-        return self.inner.unpack(shared, draws, model)
+    def unpack_broadcast(self, broadcast: State, draws: State, model: Model) -> State:
+        """Call the inner hook.
 
-    def client_init(self, shared: State) -> State:
-        """Inner's."""
-        return self.inner.client_init(shared)
+        Returns:
+            What the hooks see of the broadcast.
+        """
+        return self.inner.unpack_broadcast(broadcast, draws, model)
 
-    def client_start(self, site: Site) -> Params:
-        """Inner's."""
-        return self.inner.client_start(site)
+    def client_init(self, broadcast: State) -> State:
+        """Call the inner hook."""
+        return self.inner.client_init(broadcast)
 
-    def client_buffers(self, site: Site) -> Params:
-        """Inner's."""
-        return self.inner.client_buffers(site)
+    def start_params(self, client: ClientContext) -> Params:
+        """Call the inner hook."""
+        return self.inner.start_params(client)
 
-    def draft(self, site: Site, draws: State) -> State:
-        """Inner's."""
-        return self.inner.draft(site, draws)
+    def start_buffers(self, client: ClientContext) -> Params:
+        """Call the inner hook."""
+        return self.inner.start_buffers(client)
 
-    def redrafts(self, round: int) -> int:
-        """Inner's."""
-        return self.inner.redrafts(round)
+    def generation_init(self, client: ClientContext, draws: State) -> State:
+        """Call the inner hook.
 
-    def redraft(self, draft: State, site: Site) -> State:
-        """Inner's."""
-        return self.inner.redraft(draft, site)
+        Returns:
+            The generation state.
+        """
+        return self.inner.generation_init(client, draws)
 
-    def extra_data(self, site: Site, draft: State) -> Extra:
-        """Inner's."""
-        return self.inner.extra_data(site, draft)
+    def num_generation_steps(self, round: int) -> int:
+        """Call the inner hook."""
+        return self.inner.num_generation_steps(round)
 
-    def outputs(self, params: Params, batch: Batch, site: Site) -> State:
-        """Inner's."""
-        return self.inner.outputs(params, batch, site)
+    def generation_step(self, gen_state: State, client: ClientContext) -> State:
+        """Call the inner hook.
 
-    def data_loss(self, outputs: State, batch: Batch, site: Site) -> Tensor:
-        """Inner's."""
-        return self.inner.data_loss(outputs, batch, site)
+        Returns:
+            The generation state after the step.
+        """
+        return self.inner.generation_step(gen_state, client)
 
-    def penalty(self, params: Params, outputs: State, batch: Batch, site: Site) -> Tensor:
-        """Inner's."""
-        return self.inner.penalty(params, outputs, batch, site)
+    def extra_data(self, client: ClientContext, gen_state: State) -> ExtraData:
+        """Call the inner hook.
 
-    def local_grad(self, loss: Loss, params: Params, batch: Batch, site: Site) -> tuple[Params, Tensor]:
-        """Inner's, of the loss that is given."""
-        return self.inner.local_grad(loss, params, batch, site)
+        Returns:
+            Batches by group, and artifacts.
+        """
+        return self.inner.extra_data(client, gen_state)
 
-    def after_step(self, before: Params, after: Params, batch: Batch, site: Site) -> Params:
-        """Inner's."""
-        return self.inner.after_step(before, after, batch, site)
+    def outputs(self, params: Params, batch: Batch, client: ClientContext) -> State:
+        """Call the inner hook.
 
-    def client_update(self, params: Params, site: Site, effort: Effort) -> tuple[State, State]:
-        """Inner's."""
-        return self.inner.client_update(params, site, effort)
+        Returns:
+            Outputs by name.
+        """
+        return self.inner.outputs(params, batch, client)
 
-    def client_model(self, params: Params, site: Site) -> Params:
-        """Inner's."""
-        return self.inner.client_model(params, site)
+    def data_loss(self, outputs: State, batch: Batch, client: ClientContext) -> Tensor:
+        """Call the inner hook.
+
+        Returns:
+            A 0-d tensor.
+        """
+        return self.inner.data_loss(outputs, batch, client)
+
+    def penalty(
+        self, params: Params, outputs: State, batch: Batch, client: ClientContext
+    ) -> Tensor:
+        """Call the inner hook.
+
+        Returns:
+            A 0-d tensor.
+        """
+        return self.inner.penalty(params, outputs, batch, client)
+
+    def local_grad(
+        self, loss: Loss, params: Params, batch: Batch, client: ClientContext
+    ) -> StepGradient:
+        """Call the inner hook.
+
+        Returns:
+            Gradient, loss and running statistics.
+        """
+        return self.inner.local_grad(loss, params, batch, client)
+
+    def after_step(
+        self, before: Params, after: Params, batch: Batch, client: ClientContext
+    ) -> Params:
+        """Call the inner hook.
+
+        Returns:
+            The parameters that the step ends with.
+        """
+        return self.inner.after_step(before, after, batch, client)
+
+    def client_update(
+        self, params: Params, client: ClientContext, work: LocalWork
+    ) -> tuple[State, State]:
+        """Call the inner hook.
+
+        Returns:
+            (state, payload).
+        """
+        return self.inner.client_update(params, client, work)
+
+    def client_model(self, params: Params, client: ClientContext) -> Params:
+        """Call the inner hook.
+
+        Returns:
+            Parameters and buffers together.
+        """
+        return self.inner.client_model(params, client)
+
+
+@dataclass(frozen=True)
+class RecordedAlgorithm(Algorithm):
+    """A user's algorithm as a run directory records it: name and settings, but no code.
+
+    Attributes:
+        name: The class name.
+        recorded: Setting names and values.
+    """
+
+    is_recorded: ClassVar[bool] = True
+
+    name: str = ""
+    recorded: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class RecordedWrapper(Wrapper):
+    """A user's wrapper as a run directory records it: name and settings, but no code.
+
+    Attributes:
+        name: The class name.
+        recorded: Setting names and values.
+    """
+
+    is_recorded: ClassVar[bool] = True
+
+    name: str = ""
+    recorded: tuple[tuple[str, Any], ...] = ()

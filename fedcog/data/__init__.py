@@ -1,13 +1,13 @@
-"""Data sets, where they come from, and how they are shared out."""
+"""Data sets, where they come from, and how they are partitioned among clients."""
 
+from fedcog.data.client_batches import FederatedData
 from fedcog.data.datasets import DataError, Dataset, from_arrays, from_torch
-from fedcog.data.federated import FederatedData
 from fedcog.data.folders import from_folder
-from fedcog.data.rules import PartitionError
-from fedcog.data.sources import SOURCES
+from fedcog.data.partitions.base import PartitionError
+from fedcog.data.registry import DATASETS
 
 __all__ = [
-    "SOURCES",
+    "DATASETS",
     "DataError",
     "Dataset",
     "FederatedData",

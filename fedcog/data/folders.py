@@ -1,11 +1,11 @@
-"""Folders of pictures, one folder for each class, as a data set."""
+"""Data sets from folders of images, with one folder per class."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,10 +13,23 @@ from torch import Tensor
 
 from fedcog.data.datasets import DataError, Dataset, from_arrays
 
-PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp"}
-LARGEST = 1 << 26  # pixels of one picture, before it is decoded
-MOST = 1 << 31  # bytes of all pictures, decoded
-EVERY = 5  # without a folder of tests, every fifth picture of a class is one
+IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp"}
+MAX_IMAGE_PIXELS = 1 << 26
+"""Largest image that is decoded, in pixels."""
+MAX_TOTAL_BYTES = 1 << 31
+"""Largest size of all decoded images together."""
+TEST_STRIDE = 5
+"""Without a test folder, every image at this stride of a class is for testing."""
+
+LabeledFile = tuple[Path, str]
+
+
+class ImageFormat(NamedTuple):
+    """The common format of all images of a data set."""
+
+    channels: int
+    height: int
+    width: int
 
 
 def from_folder(
@@ -26,84 +39,176 @@ def from_folder(
     size: int | tuple[int, int] | None = None,
     classes: Sequence[str] | None = None,
     users: Callable[[Path], Hashable] | None = None,
-    **keywords: Any,
+    **options: Any,
 ) -> Dataset:
-    """Your own pictures as a data set: a folder that holds a folder for each class, with its pictures at any depth.
+    """Make a data set from a folder that holds one folder of images per class.
 
-    Without a `test` folder of the same form, every fifth picture of each class, by name, is for testing. Pictures are
-    of one size, or are brought to `size`, (height, width) or one number for both. If all are grey they have one
-    channel, else three. `classes` are all folders' names, in order; of those you give, other folders are left out.
-    `users` tells from a picture's path whose it is, for `partition="natural"`. Other keywords: as in `from_arrays`.
+    Images may lie at any depth below the folder of their class. If all are grayscale they have one
+    channel, else three.
+
+    Args:
+        train: Folder of training images.
+        test: Folder of test images; without it, every fifth image of each class, by name, is for
+            testing.
+        size: Height and width to resize to, or one number for both; by default all images must
+            have the same size.
+        classes: Class names, in order; by default all folder names, sorted. Other folders are
+            ignored.
+        users: Returns the user of an image, given its path, for `partition="natural"`.
+        **options: Further keyword arguments of `from_arrays`.
+
+    Returns:
+        The data set.
+
+    Raises:
+        DataError: If a folder or an image cannot be read, or there are too few images.
     """
-    places = [Path(train)] if test is None else [Path(train), Path(test)]
-    names = sorted({name for place in places for name in _in(place)}) if classes is None else list(classes)
-    parts = [[(file, name) for name in names for file in found(place, name)] for place in places]
+    folders = [Path(train)] if test is None else [Path(train), Path(test)]
+    if classes is None:
+        classes = sorted({name for folder in folders for name in _class_names(folder)})
     if test is None:
-        every = [(file, name) for name in names for file in found(places[0], name)[EVERY - 1 :: EVERY]]
-        taken = {file for file, _ in every}
-        parts = [[one for one in parts[0] if one[0] not in taken], every]
-    if not all(parts):
-        few = f": at least {EVERY} of a class, for every {EVERY}th is for testing" if test is None else ""
-        raise DataError(
-            f"{places[0] if not parts[0] else places[-1]} holds too few pictures in folders of classes{few}."
-        )
-    x = decoded([file for part in parts for file, _ in part], size)
-    labels = [[name for _, name in part] for part in parts]
-    owners = None if users is None else [users(file) for file, _ in parts[0]]
-    cut = len(parts[0])
-    return from_arrays(x[:cut], labels[0], x[cut:], labels[1], classes=names, users=owners, **keywords)
+        splits = _hold_out_test(folders[0], classes)
+    else:
+        splits = [_labeled_files(folder, classes) for folder in folders]
+    if not all(splits):
+        hint = ""
+        if test is None:
+            hint = (
+                f": give at least {TEST_STRIDE} per class, "
+                f"because every {TEST_STRIDE}th is for testing"
+            )
+        empty = folders[-1] if splits[0] else folders[0]
+        raise DataError(f"{empty} holds too few images in folders of classes{hint}.")
+    x = read_images([file for split in splits for file, _ in split], size)
+    labels = [[name for _, name in split] for split in splits]
+    num_train = len(splits[0])
+    return from_arrays(
+        x[:num_train],
+        labels[0],
+        x[num_train:],
+        labels[1],
+        classes=list(classes),
+        users=None if users is None else [users(file) for file, _ in splits[0]],
+        **options,
+    )
 
 
-def _in(folder: Path) -> list[str]:
-    """The names of the classes that a folder holds."""
+def _labeled_files(folder: Path, classes: Sequence[str]) -> list[LabeledFile]:
+    return [(file, name) for name in classes for file in find_images(folder, name)]
+
+
+def _hold_out_test(folder: Path, classes: Sequence[str]) -> list[list[LabeledFile]]:
+    """Split the images of one folder into training and test images."""
+    train: list[LabeledFile] = []
+    test: list[LabeledFile] = []
+    for name in classes:
+        files = find_images(folder, name)
+        for index, file in enumerate(files):
+            is_test = index % TEST_STRIDE == TEST_STRIDE - 1
+            (test if is_test else train).append((file, name))
+    return [train, test]
+
+
+def _class_names(folder: Path) -> list[str]:
+    """List the names of the folders in a folder."""
     try:
-        return [one.name for one in folder.iterdir() if one.is_dir() and not one.name.startswith(".")]
+        return [
+            entry.name
+            for entry in folder.iterdir()
+            if entry.is_dir() and not entry.name.startswith(".")
+        ]
     except OSError as error:
-        raise DataError(f"{folder} is no folder that can be read: {error.strerror or error}.") from error
+        raise DataError(f"{folder} is not a readable folder: {error.strerror or error}.") from error
 
 
-def found(folder: Path, name: str) -> list[Path]:
-    """The pictures of a class, by name."""
-    inside = sorted((folder / name).rglob("*"))
-    return [file for file in inside if file.suffix.lower() in PICTURES and file.is_file()]
+def find_images(folder: Path, class_name: str) -> list[Path]:
+    """List the images of a class.
+
+    Args:
+        folder: Folder that holds the folders of classes.
+        class_name: Name of the class.
+
+    Returns:
+        Paths of images at any depth, sorted.
+    """
+    files = sorted((folder / class_name).rglob("*"))
+    return [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES and file.is_file()]
 
 
-def decoded(files: Sequence[Path], size: int | tuple[int, int] | None = None) -> Tensor:
-    """Pictures as bytes [n, C, H, W]. What each would take is told by its head, before anything is decoded."""
-    from PIL import Image  # which a program without pictures need not load
+def read_images(files: Sequence[Path], size: int | tuple[int, int] | None = None) -> Tensor:
+    """Decode image files to one tensor.
 
-    faults = (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError)
-    wanted = (size, size) if isinstance(size, int) else size
-    if wanted is not None and min(wanted) < 1:
+    The headers of all files are checked before anything is decoded.
+
+    Args:
+        files: The image files.
+        size: Height and width to resize to, or one number for both; by default all images must
+            have the same size.
+
+    Returns:
+        Images `(N, C, H, W)`, uint8.
+
+    Raises:
+        DataError: If an image is damaged, too large, of another size, or has over 8 bits a channel.
+    """
+    from PIL import Image  # slow to import
+
+    target = (size, size) if isinstance(size, int) else size
+    if target is not None and min(target) < 1:
         raise DataError(f"size is {size}: give a height and a width of 1 or more.")
-    grey, shape = True, wanted
+    channels, height, width = _check_headers(files, target)
+    if len(files) * channels * height * width > MAX_TOTAL_BYTES:
+        raise DataError(
+            f"{len(files):,} images of {height}x{width} are more than {MAX_TOTAL_BYTES:,} bytes: "
+            "make them smaller."
+        )
+    pixels = np.empty((len(files), channels, height, width), np.uint8)
+    for index, file in enumerate(files):
+        try:
+            with Image.open(file) as image:
+                decoded = image.convert("L" if channels == 1 else "RGB")
+        except _decoding_errors() as error:
+            raise DataError(f"{file} is not a readable image: {error}.") from error
+        if decoded.size != (width, height):
+            decoded = decoded.resize((width, height), Image.Resampling.BOX)
+        pixels[index] = np.asarray(decoded).reshape(height, width, channels).transpose(2, 0, 1)
+    return torch.from_numpy(pixels)
+
+
+def _check_headers(files: Sequence[Path], target: tuple[int, int] | None) -> ImageFormat:
+    """Find the common format of images from their headers."""
+    from PIL import Image
+
+    is_grayscale = True
+    shape = target
     for file in files:
         try:
             with Image.open(file) as image:
-                across, down, mode = image.width, image.height, image.mode
-        except faults as error:
-            raise DataError(f"{file} is no image that can be read: {error}.") from error
-        if across * down > LARGEST:
-            raise DataError(f"{file} has {across} x {down} pixels, more than {LARGEST:,}: make it smaller.")
+                width, height = image.size
+                mode = image.mode
+        except _decoding_errors() as error:
+            raise DataError(f"{file} is not a readable image: {error}.") from error
+        if width * height > MAX_IMAGE_PIXELS:
+            raise DataError(
+                f"{file} has {width} x {height} pixels, more than {MAX_IMAGE_PIXELS:,}: "
+                "make it smaller."
+            )
         if mode[0] in "IF":
-            raise DataError(f"{file} has more than 8 bits a channel (mode {mode}): save it with 8.")
-        shape = shape or (down, across)
-        if wanted is None and (down, across) != shape:
-            here, there = f"{down}x{across}", f"{shape[0]}x{shape[1]}"
-            raise DataError(f"{file} is {here}, and {files[0]} is {there}: bring all images to one size.")
-        grey = grey and mode in ("1", "L")
-    height, width = shape or (0, 0)
-    channels = 1 if grey else 3
-    if len(files) * channels * height * width > MOST:
-        raise DataError(f"{len(files):,} pictures of {height}x{width} are more than {MOST:,} bytes: make them smaller.")
-    pixels = np.empty((len(files), channels, height, width), np.uint8)
-    for place, file in enumerate(files):
-        try:
-            with Image.open(file) as image:
-                plain = image.convert("L" if grey else "RGB")
-        except faults as error:
-            raise DataError(f"{file} is no image that can be read: {error}.") from error
-        if plain.size != (width, height):
-            plain = plain.resize((width, height), Image.Resampling.BOX)
-        pixels[place] = np.asarray(plain).reshape(height, width, channels).transpose(2, 0, 1)
-    return torch.from_numpy(pixels)
+            raise DataError(
+                f"{file} has more than 8 bits per channel (mode {mode}): save it with 8."
+            )
+        shape = shape or (height, width)
+        if target is None and (height, width) != shape:
+            raise DataError(
+                f"{file} is {height}x{width}, and {files[0]} is {shape[0]}x{shape[1]}: "
+                "bring all images to one size."
+            )
+        is_grayscale = is_grayscale and mode in ("1", "L")
+    return ImageFormat(1 if is_grayscale else 3, *(shape or (0, 0)))
+
+
+def _decoding_errors() -> tuple[type[Exception], ...]:
+    """Return the errors that Pillow raises for damaged files."""
+    from PIL import Image
+
+    return (OSError, ValueError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError)

@@ -1,4 +1,4 @@
-"""What else may set clients' data apart: inputs turned, tinted or noisy, each client's in its own way; wrong labels."""
+"""Feature shift and label noise: changes to the training examples that differ by client."""
 
 import dataclasses
 import math
@@ -10,67 +10,126 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedcog import streams
+from fedcog.core import rng
 from fedcog.data.datasets import Dataset
-from fedcog.data.rules import PartitionError
+from fedcog.data.partitions.base import PartitionError
 
 Shift = Literal["none", "rotation", "noise", "colour"]
-Draw = np.random.Generator
+Generator = np.random.Generator
 
 
-def shifted(
-    dataset: Dataset, shares: Sequence[Tensor], shift: Shift, strength: float, label_noise: float, seed: int
+def apply_shift(
+    dataset: Dataset,
+    client_indices: Sequence[Tensor],
+    shift: Shift,
+    strength: float,
+    label_noise: float,
+    seed: int,
 ) -> Dataset:
-    """The data set with every client's training examples changed in that client's own way; the test set stays.
+    """Change the training examples of every client; the test set stays unchanged.
 
-    Each of its labels is replaced with probability `label_noise`, by one of the other classes.
+    Args:
+        dataset: The data set.
+        client_indices: Training examples of each client.
+        shift: How inputs change; "none" leaves them unchanged.
+        strength: Strength of the shift, from 0 to 1.
+        label_noise: Probability that a label is replaced by a random other class.
+        seed: The seed.
+
+    Returns:
+        The changed data set.
+
+    Raises:
+        PartitionError: If clients have examples in common, label noise meets multi-label examples,
+            or the shift needs images.
     """
     if shift == "none" and not label_noise:
         return dataset
-    if max(torch.cat(list(shares)).bincount().tolist(), default=0) > 1:
-        raise PartitionError("clients share examples, and each would change them: set --shift none, --label-noise 0.")
-    if label_noise and dataset.several:
+    if max(torch.cat(list(client_indices)).bincount().tolist(), default=0) > 1:
+        raise PartitionError(
+            "clients share examples, and each would change them: set --shift none, --label-noise 0."
+        )
+    if label_noise and dataset.multi_label:
         raise PartitionError("label noise is for examples of one label each: set --label-noise 0.")
-    images = dataset.train_x.dim() == 4 and dataset.train_x.dtype == torch.uint8
-    if shift in ("rotation", "colour") and not images:
-        raise PartitionError(f"shift '{shift}' is for images, and these examples are none: choose noise, or none.")
-    x, y = dataset.train_x.clone(), dataset.train_y.clone()
-    span = 255.0 if images else float(x.max() - x.min()) or 1.0
-    for client, own in enumerate(shares):
-        draw = _generator(seed, client)
+    is_image = dataset.train_x.dim() == 4 and dataset.train_x.dtype == torch.uint8
+    if shift in ("rotation", "colour") and not is_image:
+        raise PartitionError(
+            f"shift '{shift}' is for images, and these examples are not: choose noise, or none."
+        )
+    x = dataset.train_x.clone()
+    y = dataset.train_y.clone()
+    scale = 255.0 if is_image else float(x.max() - x.min()) or 1.0
+    num_classes = len(dataset.classes)
+    for client, indices in enumerate(client_indices):
+        generator = _generator(seed, client)
         if shift != "none":
-            made = SHIFTS[shift]((x[own].float() if images else x[own]) / span, strength, draw) * span
-            x[own] = (made.round().clamp(0, 255) if images else made).to(x.dtype)
+            inputs = (x[indices].float() if is_image else x[indices]) / scale
+            shifted = SHIFTS[shift](inputs, strength, generator) * scale
+            x[indices] = (shifted.round().clamp(0, 255) if is_image else shifted).to(x.dtype)
         if label_noise:
-            wrong = torch.from_numpy(draw.random(len(own)) < label_noise)
-            others = torch.from_numpy(draw.integers(1, len(dataset.classes), len(own)))
-            y[own] = torch.where(wrong, (y[own] + others) % len(dataset.classes), y[own])
+            is_wrong = torch.from_numpy(generator.random(len(indices)) < label_noise)
+            offsets = torch.from_numpy(generator.integers(1, num_classes, len(indices)))
+            y[indices] = torch.where(is_wrong, (y[indices] + offsets) % num_classes, y[indices])
     return dataclasses.replace(dataset, train_x=x, train_y=y, digest="")
 
 
-def rotation(x: Tensor, strength: float, draw: Draw) -> Tensor:
-    """All of a client's images turned by one angle, at most strength * 180 degrees either way; corners are black."""
-    angle = math.pi * strength * float(draw.uniform(-1, 1))
-    turn = torch.tensor([[math.cos(angle), -math.sin(angle), 0], [math.sin(angle), math.cos(angle), 0]])
-    grid = F.affine_grid(turn.expand(len(x), 2, 3), list(x.shape), align_corners=False)
+def rotate(x: Tensor, strength: float, generator: Generator) -> Tensor:
+    """Rotate all images of a client by one random angle; corners are black.
+
+    Args:
+        x: Images `(N, C, H, W)` in [0, 1].
+        strength: The angle is at most `strength * 180` degrees in either direction.
+        generator: Source of the angle.
+
+    Returns:
+        Images of the same shape.
+    """
+    angle = math.pi * strength * float(generator.uniform(-1, 1))
+    cosine = math.cos(angle)
+    sine = math.sin(angle)
+    matrix = torch.tensor([[cosine, -sine, 0], [sine, cosine, 0]])
+    grid = F.affine_grid(matrix.expand(len(x), 2, 3), list(x.shape), align_corners=False)
     return F.grid_sample(x, grid, align_corners=False)
 
 
-def noise(x: Tensor, strength: float, draw: Draw) -> Tensor:
-    """Gaussian noise on every number, of a deviation that is the client's: at most half of strength, of the range."""
-    deviation = 0.5 * strength * float(draw.uniform(0, 1))
-    return x + deviation * torch.from_numpy(draw.standard_normal(x.shape, dtype=np.float32)).to(x.dtype)
+def add_noise(x: Tensor, strength: float, generator: Generator) -> Tensor:
+    """Add Gaussian noise with a random standard deviation per client.
+
+    Args:
+        x: Inputs `(N, ...)`, scaled to a range of 1.
+        strength: The standard deviation is at most `strength / 2`.
+        generator: Source of the standard deviation and the noise.
+
+    Returns:
+        Inputs of the same shape.
+    """
+    deviation = 0.5 * strength * float(generator.uniform(0, 1))
+    noise = torch.from_numpy(generator.standard_normal(x.shape, dtype=np.float32))
+    return x + deviation * noise.to(x.dtype)
 
 
-def colour(x: Tensor, strength: float, draw: Draw) -> Tensor:
-    """Every channel scaled by the client's own factor, from 1 - strength to 1 + strength."""
-    factors = torch.from_numpy(draw.uniform(1 - strength, 1 + strength, x.shape[1])).to(x.dtype)
-    return (x * factors[:, None, None]).clamp(0, 1)
+def tint(x: Tensor, strength: float, generator: Generator) -> Tensor:
+    """Scale every channel by a random factor per client.
+
+    Args:
+        x: Images `(N, C, H, W)` in [0, 1].
+        strength: Factors lie between `1 - strength` and `1 + strength`.
+        generator: Source of the factors.
+
+    Returns:
+        Images of the same shape, clipped to [0, 1].
+    """
+    factors = generator.uniform(1 - strength, 1 + strength, x.shape[1])
+    return (x * torch.from_numpy(factors).to(x.dtype)[:, None, None]).clamp(0, 1)
 
 
-SHIFTS: dict[str, Callable[[Tensor, float, Draw], Tensor]] = {"rotation": rotation, "noise": noise, "colour": colour}
+SHIFTS: dict[str, Callable[[Tensor, float, Generator], Tensor]] = {
+    "rotation": rotate,
+    "noise": add_noise,
+    "colour": tint,
+}
 
 
-def _generator(seed: int, client: int) -> Draw:
-    low, high = streams.key(seed, f"shift/{client}")
+def _generator(seed: int, client: int) -> Generator:
+    low, high = rng.key(seed, f"shift/{client}")
     return np.random.Generator(np.random.Philox(key=low | high << 32))

@@ -1,1 +1,1 @@
-"""How a round is carried out: cohorts of clients, their states, what they send, and who plays them."""
+"""The server loop, and the backends that train the clients of a round."""

@@ -1,28 +1,35 @@
-"""What must hold for every algorithm, ours or yours: `check_algorithm(MyMethod())`."""
+"""The contract of algorithms, for yours too: `check_algorithm(MyMethod())`."""
 
 from fedcog.testing.contract import (
-    COG,
     CONTRACT,
+    FEDCOG,
     PARTIAL,
-    awake_fedcog_keeps_its_rule,
+    active_fedcog_keeps_the_rule,
     check_algorithm,
-    neutral_is_fedavg,
-    resumes_bit_for_bit,
+    neutral_equals_fedavg,
+    resume_is_exact,
 )
-from fedcog.testing.federation import CLASSES, Small, images, several, vectors, worst
+from fedcog.testing.toy_federation import (
+    NUM_CLASSES,
+    ToyFederation,
+    max_difference,
+    random_images,
+    random_multi_label,
+    random_vectors,
+)
 
 __all__ = [
-    "CLASSES",
-    "COG",
     "CONTRACT",
+    "FEDCOG",
+    "NUM_CLASSES",
     "PARTIAL",
-    "Small",
-    "awake_fedcog_keeps_its_rule",
+    "ToyFederation",
+    "active_fedcog_keeps_the_rule",
     "check_algorithm",
-    "images",
-    "neutral_is_fedavg",
-    "resumes_bit_for_bit",
-    "several",
-    "vectors",
-    "worst",
+    "max_difference",
+    "neutral_equals_fedavg",
+    "random_images",
+    "random_multi_label",
+    "random_vectors",
+    "resume_is_exact",
 ]

@@ -1,223 +1,301 @@
-"""What must hold for every algorithm, ours or yours, checked on a little federation."""
+"""The contract that every algorithm must satisfy, checked on toy federations."""
 
 import dataclasses
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fedcog import settings, tree
+import fedcog
 from fedcog.algorithms import Algorithm, FedCOG
-from fedcog.experiments.config import layers
-from fedcog.experiments.prepare import surroundings
-from fedcog.experiments.record import Checkpoint, RunDirectory
-from fedcog.federation.payloads import joined
-from fedcog.federation.rounds import Gathered, Report
-from fedcog.testing.federation import Small, worst
-from fedcog.tree import Params, State
+from fedcog.core import settings, tree
+from fedcog.core.tree import Params, State
+from fedcog.engine.aggregation import add_totals
+from fedcog.federation.backend import RoundRequest, RoundResult
+from fedcog.federation.simulator import Simulator
+from fedcog.runs.config.experiment import Experiment
+from fedcog.runs.environment import torch_settings
+from fedcog.runs.records.checkpoint import Checkpoint
+from fedcog.runs.records.run_directory import RunDirectory
+from fedcog.testing.toy_federation import ToyFederation, max_difference
 
-CLOSE = 1e-9  # in float64, for what is the same but for the order of sums
-PARTIAL: dict[str, Any] = {"sizes": (40, 20, 15, 10, 5), "participation": 0.6, "rounds": 3}  # with momentum 0.9
-COG = FedCOG(count=8, steps=3, start_round=1, lr=0.1)
+TOLERANCE = 1e-9
+"""Largest difference, in float64, of results that differ in the order of sums only."""
+PARTIAL: dict[str, Any] = {"sizes": (40, 20, 15, 10, 5), "participation": 0.6, "rounds": 3}
+"""Settings with partial participation."""
+FEDCOG = FedCOG(count=8, steps=3, start_round=1, lr=0.1)
+"""A quick FedCOG to wrap algorithms with."""
 
 
-def neutral_is_fedavg(algorithm: Algorithm, neutral: Algorithm) -> None:
-    """The neutral setting is FedAvg exactly, and the algorithm itself is not."""
-    expected = _params(Small(Algorithm(), **PARTIAL))
-    got = _params(Small(neutral, **PARTIAL))
-    wrong = [name for name in expected if not torch.equal(expected[name], got[name])]
+def neutral_equals_fedavg(algorithm: Algorithm, neutral: Algorithm) -> None:
+    """Check that the neutral settings give FedAvg exactly, and the algorithm itself does not.
+
+    Args:
+        algorithm: The algorithm.
+        neutral: The same algorithm with neutral settings.
+
+    Raises:
+        AssertionError: If it does not hold.
+    """
+    expected = _final_params(ToyFederation(Algorithm(), **PARTIAL))
+    actual = _final_params(ToyFederation(neutral, **PARTIAL))
+    wrong = [name for name in expected if not torch.equal(expected[name], actual[name])]
     assert not wrong, f"{neutral} is not FedAvg: {', '.join(wrong)} differ."
     if algorithm != neutral:
-        found = _params(Small(algorithm, **PARTIAL))
-        same = all(name in found and torch.equal(expected[name], found[name]) for name in expected)
-        assert not same, f"{algorithm} is nothing but FedAvg."
+        params = _final_params(ToyFederation(algorithm, **PARTIAL))
+        is_same = all(
+            name in params and torch.equal(value, params[name]) for name, value in expected.items()
+        )
+        assert not is_same, f"{algorithm} equals FedAvg."
 
 
-def loop_is_vmap(algorithm: Algorithm) -> None:
-    """Clients trained one after another end as clients trained together: no hook mixes them up."""
-    apart, together = Small(algorithm, "loop", **PARTIAL), Small(algorithm, "vmap", **PARTIAL)
-    assert worst(apart.everything(), together.everything()) < CLOSE, "the loop over clients and vmap differ."
+def loop_equals_vmap(algorithm: Algorithm) -> None:
+    """Check that clients trained one by one end like clients trained at once."""
+    loop = ToyFederation(algorithm, "loop", **PARTIAL).final_state()
+    vmap = ToyFederation(algorithm, "vmap", **PARTIAL).final_state()
+    assert max_difference(loop, vmap) < TOLERANCE, "the loop over clients and vmap differ."
 
 
-def cohort_is_cohorts_of_one(algorithm: Algorithm) -> None:
-    """A cohort ends as cohorts of one do, as in a real federation."""
-    together, apart = Small(algorithm, "vmap", **PARTIAL), Small(algorithm, "vmap", **PARTIAL)
-    gather = apart.backend.gather
+def cohort_equals_cohorts_of_one(algorithm: Algorithm) -> None:
+    """Check that a cohort ends like cohorts of one client, as in a real federation."""
+    together = ToyFederation(algorithm, "vmap", **PARTIAL)
+    apart = ToyFederation(algorithm, "vmap", **PARTIAL)
+    apart.server.backend = _OneByOne(apart.simulator)
+    difference = max_difference(together.final_state(), apart.final_state())
+    assert difference < TOLERANCE, "a cohort and cohorts of one differ."
 
-    def one_by_one(algorithm: Algorithm, shared: State, clients: Sequence[int], *rest: Any, **named: Any) -> Gathered:
-        parts = [gather(algorithm, shared, [client], *rest, **named) for client in clients]
-        findings: State = {str(row): part.findings for row, part in enumerate(parts)}
 
-        def settle(read: State) -> Report:
-            first, *_ = [part.settle(read[str(row)]) for row, part in enumerate(parts)]
-            return first
+class _OneByOne(Simulator):
+    """A simulator that trains every client as a cohort of one."""
 
-        return Gathered(joined([part.total for part in parts]), findings, settle)
+    def __init__(self, simulator: Simulator) -> None:
+        vars(self).update(vars(simulator))
 
-    apart.backend.gather = one_by_one  # type: ignore[method-assign]
-    assert worst(together.everything(), apart.everything()) < CLOSE, "a cohort and cohorts of one differ."
+    def run_round(self, request: RoundRequest) -> RoundResult:
+        """Train clients one by one, and join their results."""
+        results = [
+            super(_OneByOne, self).run_round(request._replace(client_ids=[client_id]))
+            for client_id in request.client_ids
+        ]
+        findings = [result.findings for result in results if result.findings is not None]
+        joined = tree.concatenate([one.to_tree() for one in findings])
+        return dataclasses.replace(
+            results[0],
+            client_ids=request.client_ids,
+            total=add_totals([result.total for result in results]),
+            findings=type(findings[0]).from_tree(joined),
+            new_states=[state for result in results for state in result.new_states],
+        )
 
 
 def payloads_add_up(algorithm: Algorithm) -> None:
-    """The server gets the same from one sum over all clients as from the sum of two partial sums."""
-    server = Small(algorithm, rounds=1).server
-    shared = algorithm.broadcast(server)
+    """Check that one sum over all clients equals the sum of two partial sums for the server."""
+    server = ToyFederation(algorithm, rounds=1).server.state
+    broadcast = algorithm.broadcast(server)
 
-    def total(clients: list[int]) -> State:
-        return Small(algorithm).backend.gather(algorithm, shared, clients, 1, 0.05, None)[0]
+    def total(client_ids: list[int]) -> State:
+        return ToyFederation(algorithm).run_clients(client_ids, 1, broadcast).total
 
-    whole, split = total([0, 1, 2]), joined([total([0]), total([1, 2])])
-    assert ("each" in whole) == (algorithm.uplink == "each"), "a payload has an 'each' if and only if uplink says so."
-    assert float(whole["count"]) == 3, "a payload must hold 'count', one a client."
-    draws = Small(algorithm).backend.draws(algorithm, 1)
-    after = [tree.flatten(algorithm.server_update(server, one, draws)) for one in (whole, split)]
-    assert worst(*after) < CLOSE, "payloads summed in two parts do not come to the whole sum."
+    full = total([0, 1, 2])
+    split = add_totals([total([0]), total([1, 2])])
+    assert ("per_client" in full) == (algorithm.uplink == "per_client"), (
+        "a payload has a 'per_client' part if and only if uplink says so."
+    )
+    assert float(full["count"]) == 3, "a payload must hold 'count', 1 per client."
+    draws = ToyFederation(algorithm).simulator.server_draws(algorithm, 1)
+    states = [
+        tree.flatten(algorithm.server_update(server, payloads, draws)) for payloads in (full, split)
+    ]
+    assert max_difference(*states) < TOLERANCE, "payloads summed in two parts give another result."
 
 
-def resumes_bit_for_bit(algorithm: Algorithm) -> None:
-    """Two rounds, a checkpoint, a third round in a fresh federation: what three rounds in one go come to."""
-    straight = Small(algorithm, **PARTIAL).everything()
-    first, second = Small(algorithm, **PARTIAL | {"rounds": 2}), Small(algorithm, **PARTIAL)
-    before, after = _form(first.server), _form(first.run()[-1].server)
-    assert before == after, f"the server ends a round with other state than it began with: {_differ(before, after)}."
+def resume_is_exact(algorithm: Algorithm) -> None:
+    """Check that two rounds, a checkpoint and a third round equal three rounds without a break."""
+    straight = ToyFederation(algorithm, **PARTIAL).final_state()
+    first = ToyFederation(algorithm, **PARTIAL | {"rounds": 2})
+    before = tree.specs(first.server.state)
+    first.run()
+    after = tree.specs(first.server.state)
+    assert before == after, (
+        f"the server state changes its form in a round: {_changed_names(before, after)}."
+    )
     with tempfile.TemporaryDirectory() as folder:
         directory = RunDirectory(folder)
-        directory.save(Checkpoint(2, first.server, first.backend.store.flatten(), {}))
+        states = first.simulator.client_states.flatten()
+        directory.save(Checkpoint(2, first.server.state, states, {}))
         checkpoint = directory.load()
     assert checkpoint is not None
-    second.server = checkpoint.server
-    second.backend.store.restore(checkpoint.clients)
-    resumed = second.everything(start=2)
-    assert straight.keys() == resumed.keys(), f"a resume loses {sorted(straight.keys() ^ resumed.keys())}."
+    second = ToyFederation(algorithm, **PARTIAL)
+    second.server.state = checkpoint.server
+    second.simulator.client_states.restore(checkpoint.clients)
+    resumed = second.final_state(start=2)
+    lost = sorted(straight.keys() ^ resumed.keys())
+    assert not lost, f"a resumed run loses {lost}."
     wrong = [name for name in straight if not torch.equal(straight[name], resumed[name])]
     assert not wrong, f"after a resume {', '.join(wrong)} differ."
 
 
-def absent_and_new_clients(algorithm: Algorithm) -> None:
-    """Who is absent keeps its state as it was; who never took part starts from what the server sends."""
-    small = Small(algorithm, rounds=1)
-    shared, store = algorithm.broadcast(small.server), small.backend.store
-    small.backend.gather(algorithm, shared, [0, 1], 0, 0.05, None).report()
-    kept = {name: value.clone() for name, value in store.flatten().items()}
-    small.backend.gather(algorithm, shared, [1], 1, 0.05, None).report()
-    after = store.flatten()
-    stale = {name for name in kept if name.startswith("0::")}
-    assert all(torch.equal(kept[name], after[name]) for name in stale), "an absent client's state changed."
-    assert not any(name.startswith("2::") for name in after), "a client that never took part has a state."
-    first, last = (_form(small.backend.kept(algorithm, shared, client)) for client in (2, 0))
-    assert first == last, f"what a client keeps is not what it starts with: {_differ(first, last)}."
+def absent_clients_keep_state(algorithm: Algorithm) -> None:
+    """Check that absent clients keep their state, and new ones start from the broadcast."""
+    toy = ToyFederation(algorithm, rounds=1)
+    broadcast = algorithm.broadcast(toy.server.state)
+    states = toy.simulator.client_states
+    toy.run_clients([0, 1], 0, broadcast)
+    before = {name: value.clone() for name, value in states.flatten().items()}
+    toy.run_clients([1], 1, broadcast)
+    after = states.flatten()
+    absent = [name for name in before if name.startswith("0::")]
+    assert all(torch.equal(before[name], after[name]) for name in absent), (
+        "the state of an absent client changed."
+    )
+    assert not any(name.startswith("2::") for name in after), (
+        "a client that never took part has a state."
+    )
+    new = tree.specs(toy.simulator.client_state(algorithm, broadcast, 2))
+    old = tree.specs(toy.simulator.client_state(algorithm, broadcast, 0))
+    assert new == old, f"the client state changes its form: {_changed_names(new, old)}."
 
 
-def dormant_fedcog_is_it(algorithm: Algorithm) -> None:
-    """FedCOG around it that never wakes changes nothing, to the last bit."""
+def inactive_fedcog_changes_nothing(algorithm: Algorithm) -> None:
+    """Check that FedCOG around it that never starts changes nothing, to the last bit."""
     if _has_fedcog(algorithm):
         return
-    plain = Small(algorithm, **PARTIAL).everything()
-    wrapped = Small(dataclasses.replace(COG, inner=algorithm, start_round=99), **PARTIAL).everything()
-    wrong = [name for name, value in plain.items() if not torch.equal(value, wrapped[name])]
-    assert not wrong, f"under a dormant FedCOG {', '.join(wrong)} differ."
+    wrapped = dataclasses.replace(FEDCOG, inner=algorithm, start_round=99)
+    expected = ToyFederation(algorithm, **PARTIAL).final_state()
+    actual = ToyFederation(wrapped, **PARTIAL).final_state()
+    wrong = [name for name, value in expected.items() if not torch.equal(value, actual[name])]
+    assert not wrong, f"under an inactive FedCOG {', '.join(wrong)} differ."
 
 
-def awake_fedcog_keeps_its_rule(algorithm: Algorithm) -> None:
-    """FedCOG around it with no weight on what is generated is still it; with weight, it is something else."""
+def active_fedcog_keeps_the_rule(algorithm: Algorithm) -> None:
+    """Check that FedCOG without weight on generated inputs keeps the rule, and with weight acts."""
     if _has_fedcog(algorithm):
         return
-    awake = dataclasses.replace(COG, inner=algorithm, start_round=0)
-    weightless = dataclasses.replace(awake, weighting="fixed", lambda_kd=0.0)
-    alone, plain = Small(algorithm, **PARTIAL).everything(), Small(weightless, **PARTIAL).everything()
-    assert worst(alone, {name: plain[name] for name in alone}) < CLOSE, "its rule is lost under an awake FedCOG."
-    around = _params(Small(awake, **PARTIAL))
-    assert worst(around, _params(Small(algorithm, **PARTIAL))) > CLOSE, "what FedCOG generates has no effect."
+    active = dataclasses.replace(FEDCOG, inner=algorithm, start_round=0)
+    weightless = dataclasses.replace(active, weighting="fixed", lambda_kd=0.0)
+    expected = ToyFederation(algorithm, **PARTIAL).final_state()
+    actual = ToyFederation(weightless, **PARTIAL).final_state()
+    common = {name: actual[name] for name in expected}
+    assert max_difference(expected, common) < TOLERANCE, "FedCOG around it loses its rule."
+    with_fedcog = _final_params(ToyFederation(active, **PARTIAL))
+    without = _final_params(ToyFederation(algorithm, **PARTIAL))
+    difference = max_difference(with_fedcog, without)
+    assert difference > TOLERANCE, "FedCOG around it has no effect."
 
 
-def nothing_in_place(algorithm: Algorithm) -> None:
-    """No hook writes over what it was given."""
-    small = Small(algorithm if _has_fedcog(algorithm) else dataclasses.replace(COG, inner=algorithm, start_round=0))
-    shared = small.algorithm.broadcast(small.server)
-    before = {name: value.clone() for name, value in tree.flatten(shared).items()}
-    small.backend.gather(small.algorithm, shared, [0, 1, 2], 0, 0.05, None).report()
-    kept = {name: value.clone() for name, value in small.backend.store.flatten().items()}
-    own = small.backend.store.flatten()
-    gathered = small.backend.gather(small.algorithm, shared, [0, 1, 2], 1, 0.05, None)
-    gathered.report()
-    small.algorithm.server_update(small.server, gathered.total, small.backend.draws(small.algorithm, 1))
-    touched = [name for name, value in tree.flatten(shared).items() if not torch.equal(before[name], value)]
-    touched += [name for name, value in own.items() if not torch.equal(kept[name], value)]
-    assert not touched, f"{', '.join(touched)} were written over."
+def nothing_is_written_in_place(algorithm: Algorithm) -> None:
+    """Check that no hook writes over its arguments."""
+    if not _has_fedcog(algorithm):
+        algorithm = dataclasses.replace(FEDCOG, inner=algorithm, start_round=0)
+    toy = ToyFederation(algorithm)
+    broadcast = algorithm.broadcast(toy.server.state)
+    sent = {name: value.clone() for name, value in tree.flatten(broadcast).items()}
+    toy.run_clients([0, 1, 2], 0, broadcast)
+    states = toy.simulator.client_states.flatten()
+    kept = {name: value.clone() for name, value in states.items()}
+    result = toy.run_clients([0, 1, 2], 1, broadcast)
+    draws = toy.simulator.server_draws(algorithm, 1)
+    algorithm.server_update(toy.server.state, result.total, draws)
+    now = tree.flatten(broadcast)
+    changed = [name for name, value in now.items() if not torch.equal(sent[name], value)]
+    changed += [name for name, value in states.items() if not torch.equal(kept[name], value)]
+    assert not changed, f"{', '.join(changed)} were written in place."
 
 
 CONTRACT: dict[str, Callable[[Algorithm], None]] = {
     check.__name__: check
     for check in (
-        loop_is_vmap,
-        cohort_is_cohorts_of_one,
+        loop_equals_vmap,
+        cohort_equals_cohorts_of_one,
         payloads_add_up,
-        resumes_bit_for_bit,
-        absent_and_new_clients,
-        dormant_fedcog_is_it,
-        awake_fedcog_keeps_its_rule,
-        nothing_in_place,
+        resume_is_exact,
+        absent_clients_keep_state,
+        inactive_fedcog_changes_nothing,
+        active_fedcog_keeps_the_rule,
+        nothing_is_written_in_place,
     )
 }
+"""Every check by name."""
 
 
 def check_algorithm(algorithm: Algorithm, neutral: Algorithm | None = None) -> None:
-    """Put an algorithm to every test of the contract; an AssertionError tells all that it fails, each with a reason.
+    """Check an algorithm against the whole contract, which takes some seconds.
 
-    `neutral` is the same algorithm with settings under which it must be FedAvg, to the last bit. It takes some seconds.
+    Args:
+        algorithm: The algorithm.
+        neutral: The same algorithm with settings under which it must equal FedAvg exactly.
+
+    Raises:
+        AssertionError: If a check fails; it lists all failures with reasons.
+
+    Example:
+        ```python
+        check_algorithm(MyMethod(mu=0.1), neutral=MyMethod(mu=0.0))
+        ```
     """
-    checks: dict[str, Callable[[], None]] = {}
-    if neutral is not None:
-        checks["neutral_is_fedavg"] = lambda: neutral_is_fedavg(algorithm, neutral)
-    for name, check in CONTRACT.items():
-        checks[name] = lambda check=check: check(algorithm)  # type: ignore[misc]
-    with surroundings(threads=1):
-        trouble = settings.unsound(type(algorithm), besides={"inner"}) or _trouble(lambda: _runs(algorithm))
-        assert not trouble, f"{type(algorithm).__name__} does not run: {' '.join(trouble)}"
-        failed = [f"{name}: {reason}" for name, check in checks.items() for reason in _trouble(check)]
+    with torch_settings(Experiment(threads=1)):
+        faults = settings.check_class(type(algorithm), ignored={"inner"})
+        faults = faults or _failures(lambda: _check_runs(algorithm))
+        assert not faults, f"{type(algorithm).__name__} does not run: {' '.join(faults)}"
+        failed = []
+        if neutral is not None:
+            reasons = _failures(lambda: neutral_equals_fedavg(algorithm, neutral))
+            failed += [f"neutral_equals_fedavg: {reason}" for reason in reasons]
+        for name, check in CONTRACT.items():
+            reasons = _failures(lambda check=check: check(algorithm))  # type: ignore[misc]
+            failed += [f"{name}: {reason}" for reason in reasons]
     assert not failed, f"{algorithm} breaks the contract:\n  " + "\n  ".join(failed)
 
 
-def _runs(algorithm: Algorithm) -> None:
-    """Does it get through two rounds, and is there a difference?"""
-    plain, found = Small(Algorithm(), **PARTIAL).everything(), Small(algorithm, **PARTIAL).everything()
-    same = plain.keys() == found.keys() and all(torch.equal(plain[name], found[name]) for name in plain)
-    assert type(algorithm) is Algorithm or not same, (
-        "it is nothing but FedAvg: is a hook misspelt, or a setting neutral?"
+def _check_runs(algorithm: Algorithm) -> None:
+    """Check that an algorithm runs, and differs from FedAvg."""
+    fedavg = ToyFederation(Algorithm(), **PARTIAL).final_state()
+    actual = ToyFederation(algorithm, **PARTIAL).final_state()
+    is_same = fedavg.keys() == actual.keys() and all(
+        torch.equal(value, actual[name]) for name, value in fedavg.items()
+    )
+    assert type(algorithm) is Algorithm or not is_same, (
+        "it equals FedAvg: is a hook misspelled, or a setting neutral?"
     )
 
 
-def _trouble(check: Callable[[], None]) -> list[str]:
-    """What goes wrong in a check, if anything: whatever a hook of somebody's own may raise is a finding."""
+def _failures(check: Callable[[], None]) -> list[str]:
+    """Return why a check fails; anything that a user's hook raises counts."""
     try:
         check()
     except AssertionError as error:
         return [str(error).strip() or "an assertion failed."]
     except Exception as error:
-        frames, package = traceback.extract_tb(error.__traceback__), Path(tree.__file__).parent
-        theirs = [one for one in frames if package not in Path(one.filename).parents and "torch" not in one.filename]
-        last = theirs[-1] if theirs else frames[-1]
+        frames = traceback.extract_tb(error.__traceback__)
+        package = Path(fedcog.__file__).parent
+        user_frames = [
+            frame
+            for frame in frames
+            if package not in Path(frame.filename).parents and "torch" not in frame.filename
+        ]
+        last = (user_frames or frames)[-1]
         reason = (str(error).strip().splitlines() or [""])[0]
-        return [f"{type(error).__name__}: {reason} (in {last.name}, line {last.lineno} of {last.filename})."]
+        return [
+            f"{type(error).__name__}: {reason} (in {last.name}, line {last.lineno} of "
+            f"{last.filename})."
+        ]
     return []
 
 
-def _form(state: State) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    return {name: (value.shape, value.dtype) for name, value in tree.flatten(state).items()}
-
-
-def _differ(one: dict[str, Any], other: dict[str, Any]) -> str:
-    return ", ".join(sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name)))
+def _changed_names(first: dict[str, Any], second: dict[str, Any]) -> str:
+    names = first.keys() | second.keys()
+    return ", ".join(sorted(name for name in names if first.get(name) != second.get(name)))
 
 
 def _has_fedcog(algorithm: Algorithm) -> bool:
-    """FedCOG does not go around itself."""
-    return any(isinstance(layer, FedCOG) for _, layer in layers(algorithm))
+    """Return whether FedCOG is part of an algorithm; it cannot wrap itself."""
+    return algorithm.generation_start is not None
 
 
-def _params(small: Small) -> Params:
-    params: Params = small.run()[-1].server["params"]
+def _final_params(toy: ToyFederation) -> Params:
+    toy.run()
+    params: Params = toy.server.state["params"]
     return params

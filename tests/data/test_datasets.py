@@ -1,4 +1,4 @@
-"""Readers against files written here byte by byte, and a user's own data in every shape it may come in."""
+"""Readers of data files, tested on files written byte by byte, and data sets from arrays."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from fedcog.data import readers
+from fedcog.data import formats
 from fedcog.data.datasets import DataError, Dataset, from_arrays, from_torch
-from fedcog.data.readers import read_idx
+from fedcog.data.formats import read_idx
 
 torch.set_num_threads(1)
 
@@ -29,11 +29,16 @@ LABELS = np.array([0, 1, 2, 0, 1, 2])
 
 
 def idx(array: np.ndarray[Any, Any]) -> bytes:
-    return bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+    return (
+        bytes([0, 0, 8, array.ndim])
+        + struct.pack(f">{array.ndim}I", *array.shape)
+        + array.tobytes()
+    )
 
 
 def tensors(**changes: Any) -> dict[str, Any]:
-    x, y = torch.zeros(4, 1, 2, 2, dtype=torch.uint8), torch.tensor([0, 1, 0, 1])
+    x = torch.zeros(4, 1, 2, 2, dtype=torch.uint8)
+    y = torch.tensor([0, 1, 0, 1])
     sound = {"train_x": x, "train_y": y, "test_x": x[:2], "test_y": y[:2]}
     return {"name": "mine", **sound, "classes": ("a", "b"), "mean": (0.5,), "std": (0.5,)} | changes
 
@@ -65,10 +70,13 @@ def test_a_sound_data_set_knows_its_input_shape() -> None:
         ({"train_x": torch.zeros(4, 1, 2, 2, dtype=torch.int64)}, "train_x is int64"),
         ({"train_x": torch.full((4, 1, 2, 2), torch.nan)}, "train_x holds NaN"),
         ({"train_x": torch.zeros(4, 3)}, "leave both empty"),
-        ({"users": torch.tensor([0, 1])}, "users names 2 owners"),
+        ({"users": torch.tensor([0, 1])}, "users has 2 entries"),
         ({"users": torch.tensor([0, 1, 2, -1])}, "number the users from 0"),
         ({"indices": ()}, "indices is empty"),
-        ({"indices": (torch.tensor([0]), torch.tensor([], dtype=torch.int64))}, "client 1 are empty"),
+        (
+            {"indices": (torch.tensor([0]), torch.tensor([], dtype=torch.int64))},
+            "client 1 are empty",
+        ),
         ({"indices": (torch.tensor([0, 4]),)}, "client 0 leave 0..3: 0 to 4"),
         ({"indices": (torch.tensor([0, 2]), torch.tensor([1, 2]))}, "example 2 twice"),
         ({"indices": (torch.tensor([0.0]),)}, "give int64 in one dimension"),
@@ -80,9 +88,11 @@ def test_a_fault_is_named(changes: dict[str, Any], words: str) -> None:
     assert words in str(caught.value) and "'mine'" in str(caught.value)
 
 
-def test_all_faults_are_told_at_once() -> None:
+def test_all_faults_are_reported_at_once() -> None:
     with pytest.raises(DataError) as caught:
-        Dataset(**tensors(train_y=torch.tensor([0, 1, 0, 9]), std=(-1.0,), indices=(torch.tensor([7]),)))
+        Dataset(
+            **tensors(train_y=torch.tensor([0, 1, 0, 9]), std=(-1.0,), indices=(torch.tensor([7]),))
+        )
     assert str(caught.value).count("\n  - ") == 3
 
 
@@ -98,7 +108,9 @@ def test_images_come_in_every_layout() -> None:
         assert torch.equal(data.train_x, torch.from_numpy(channel_first.copy()))
         assert data.train_x.is_contiguous() and data.classes == ("0", "1", "2")
     grey = from_arrays(IMAGES[..., 0], LABELS, IMAGES[:1, ..., 0], LABELS[:1])
-    assert grey.input_shape == (1, 5, 7) and torch.equal(grey.train_x[:, 0], torch.from_numpy(IMAGES[..., 0]))
+    assert grey.input_shape == (1, 5, 7) and torch.equal(
+        grey.train_x[:, 0], torch.from_numpy(IMAGES[..., 0])
+    )
 
 
 def test_an_undecidable_layout_is_refused() -> None:
@@ -110,7 +122,11 @@ def test_mean_and_std_are_those_of_the_training_images() -> None:
     data = from_arrays(IMAGES, LABELS, IMAGES[:1] * 0, LABELS[:1])
     assert data.mean == pytest.approx((IMAGES / 255).mean((0, 1, 2)))
     assert data.std == pytest.approx((IMAGES / 255).std((0, 1, 2)))
-    assert from_arrays(IMAGES, LABELS, IMAGES, LABELS, mean=[0, 0, 0], std=[1, 1, 1]).std == (1.0, 1.0, 1.0)
+    assert from_arrays(IMAGES, LABELS, IMAGES, LABELS, mean=[0, 0, 0], std=[1, 1, 1]).std == (
+        1.0,
+        1.0,
+        1.0,
+    )
     assert from_arrays(IMAGES * 0, LABELS, IMAGES, LABELS).std == (1.0, 1.0, 1.0)
 
 
@@ -128,7 +144,9 @@ def test_words_become_labels_and_users_numbers() -> None:
     assert data.classes == ("ant", "bee", "cat")
     assert data.train_y.tolist() == [2, 0, 2] and data.test_y.tolist() == [1]
     assert data.users is not None and data.users.tolist() == [1, 0, 1]
-    given = from_arrays(x, ["cat", "ant", "cat"], x[:1], ["ant"], classes=["cat", "ant"], indices=[[0, 2], [1]])
+    given = from_arrays(
+        x, ["cat", "ant", "cat"], x[:1], ["ant"], classes=["cat", "ant"], indices=[[0, 2], [1]]
+    )
     assert given.train_y.tolist() == [0, 1, 0]
     assert given.indices is not None and [own.tolist() for own in given.indices] == [[0, 2], [1]]
 
@@ -139,7 +157,10 @@ def test_words_become_labels_and_users_numbers() -> None:
         (lambda x: from_arrays(x, ["cat"] * 6, x, ["dog"] * 6, classes=["cat"]), "dog"),
         (lambda x: from_arrays(x, LABELS + 0.5, x, LABELS), "train_y holds float64"),
         (lambda x: from_arrays(x, LABELS * 10**9, x, LABELS), "number the classes from 0"),
-        (lambda x: from_arrays(x, LABELS, x, LABELS, users=["a", 1, "a", 1, "a", 1]), "put in order"),
+        (
+            lambda x: from_arrays(x, LABELS, x, LABELS, users=["a", 1, "a", 1, "a", 1]),
+            "put in order",
+        ),
         (lambda x: from_arrays(x, LABELS, x, LABELS, indices=[[0.5]]), "indices holds float64"),
         (lambda x: from_arrays(x.astype(complex), LABELS, x, LABELS), "train_x holds complex128"),
     ],
@@ -151,7 +172,8 @@ def test_values_that_mean_nothing_are_refused(call: Callable[[Any], Dataset], wo
 
 class Pairs(torch.utils.data.Dataset[Any]):
     def __init__(self, inputs: Any, labels: Any) -> None:
-        self.inputs, self.labels = inputs, labels
+        self.inputs = inputs
+        self.labels = labels
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -224,7 +246,9 @@ def test_a_damaged_gzip_never_gives_other_numbers(place: int, value: int) -> Non
         path = Path(folder) / "damaged"
         path.write_bytes(whole)
         try:
-            assert torch.equal(read_idx(path), torch.from_numpy(array))  # a byte of the header that says nothing
+            assert torch.equal(
+                read_idx(path), torch.from_numpy(array)
+            )  # a byte of the header that says nothing
         except DataError as error:
             assert "damaged" in str(error)  # noqa: PT017
 
@@ -236,11 +260,13 @@ def test_idx_promises_are_not_believed(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="more than it can hold"):
             read_idx(tmp_path / "bomb")
     (tmp_path / "bomb").write_bytes(gzip.compress(idx(np.zeros(3, np.uint8)) + bytes(10**8)))
-    with pytest.raises(DataError, match="goes on after its end"):
+    with pytest.raises(DataError, match="continues after its end"):
         read_idx(tmp_path / "bomb")
 
 
-@pytest.mark.parametrize("content", [b"", b"\0\0\x0d\x01\0\0\0\0", b"\0\0\x08\0", b"<html>not found</html>"])
+@pytest.mark.parametrize(
+    "content", [b"", b"\0\0\x0d\x01\0\0\0\0", b"\0\0\x08\0", b"<html>not found</html>"]
+)
 def test_foreign_files_are_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "foreign").write_bytes(content)
     with pytest.raises(DataError, match=r"foreign.*not an IDX file"):
@@ -258,27 +284,37 @@ def write_fashion(folder: Path, end: str, labels: list[int]) -> np.ndarray[Any, 
     images = generator.integers(0, 256, (len(labels), 28, 28), dtype=np.uint8)
     for part in ("train", "t10k"):
         (folder / f"{part}-images-idx3-ubyte{end}").write_bytes(pack(idx(images)))
-        (folder / f"{part}-labels-idx1-ubyte{end}").write_bytes(pack(idx(np.array(labels, np.uint8))))
+        (folder / f"{part}-labels-idx1-ubyte{end}").write_bytes(
+            pack(idx(np.array(labels, np.uint8)))
+        )
     return images
 
 
 @pytest.mark.parametrize(("below", "end"), [("", ""), ("raw", ".gz")])
 def test_fashion_mnist(tmp_path: Path, below: str, end: str) -> None:
     images = write_fashion(tmp_path / "set" / below, end, [9, 0, 3])
-    data = readers.read_fashion_mnist(tmp_path / "set", sizes=(3, 3))
-    assert torch.equal(data.train_x[:, 0], torch.from_numpy(images)) and data.test_y.tolist() == [9, 0, 3]
-    assert data.classes[0] == "T-shirt/top" and data.classes[9] == "Ankle boot" and len(data.classes) == 10
+    data = formats.read_fashion_mnist(tmp_path / "set", sizes=(3, 3))
+    assert torch.equal(data.train_x[:, 0], torch.from_numpy(images)) and data.test_y.tolist() == [
+        9,
+        0,
+        3,
+    ]
+    assert (
+        data.classes[0] == "T-shirt/top"
+        and data.classes[9] == "Ankle boot"
+        and len(data.classes) == 10
+    )
     with pytest.raises(DataError, match=r"train-images.*\[3, 28, 28\] where \[60000, 28, 28\]"):
-        readers.read_fashion_mnist(tmp_path / "set")
+        formats.read_fashion_mnist(tmp_path / "set")
 
 
 def test_fashion_mnist_with_a_label_too_high_or_a_file_too_few(tmp_path: Path) -> None:
     write_fashion(tmp_path / "set", "", [0, 10])
     with pytest.raises(DataError, match=r"train-labels-idx1-ubyte: example 1 has label 10"):
-        readers.read_fashion_mnist(tmp_path / "set", sizes=(2, 2))
+        formats.read_fashion_mnist(tmp_path / "set", sizes=(2, 2))
     (tmp_path / "set" / "train-labels-idx1-ubyte").unlink()
     with pytest.raises(DataError, match="train-labels-idx1-ubyte is missing"):
-        readers.read_fashion_mnist(tmp_path / "set", sizes=(2, 2))
+        formats.read_fashion_mnist(tmp_path / "set", sizes=(2, 2))
 
 
 def write_cifar10(folder: Path) -> np.ndarray[Any, Any]:
@@ -293,15 +329,15 @@ def write_cifar10(folder: Path) -> np.ndarray[Any, Any]:
 
 def test_cifar10(tmp_path: Path) -> None:
     records = write_cifar10(tmp_path / "set")
-    data = readers.read_cifar10(tmp_path / "set", sizes=(10, 2))
+    data = formats.read_cifar10(tmp_path / "set", sizes=(10, 2))
     assert data.train_y.tolist() == [0, 2, 4, 6, 8] * 2 and data.test_y.tolist() == [0, 2]
     assert data.input_shape == (3, 32, 32) and data.classes[0] == "airplane" and data.augment
     assert int(data.train_x[3, 1, 2, 5]) == records[3, 1 + 1024 + 2 * 32 + 5]
     (tmp_path / "set" / "batches.meta.txt").write_text("a\nb\nc\nd\ne\nf\ng\nh\ni\nj\n\n")
-    assert readers.read_cifar10(tmp_path / "set", sizes=(10, 2)).classes == tuple("abcdefghij")
+    assert formats.read_cifar10(tmp_path / "set", sizes=(10, 2)).classes == tuple("abcdefghij")
     (tmp_path / "set" / "batches.meta.txt").write_text("a\n")
     with pytest.raises(DataError, match=r"batches\.meta\.txt names 1 classes"):
-        readers.read_cifar10(tmp_path / "set", sizes=(10, 2))
+        formats.read_cifar10(tmp_path / "set", sizes=(10, 2))
 
 
 @pytest.mark.parametrize(
@@ -313,34 +349,39 @@ def test_cifar10(tmp_path: Path) -> None:
         (lambda whole: whole[:3073] + b"\x0a" + whole[3074:], "example 1 has label 10"),
     ],
 )
-def test_a_damaged_cifar_file_is_named(tmp_path: Path, damage: Callable[[bytes], bytes], words: str) -> None:
+def test_a_damaged_cifar_file_is_named(
+    tmp_path: Path, damage: Callable[[bytes], bytes], words: str
+) -> None:
     write_cifar10(tmp_path / "set")
     path = tmp_path / "set" / "data_batch_4.bin"
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(DataError) as caught:
-        readers.read_cifar10(tmp_path / "set", sizes=(10, 2))
+        formats.read_cifar10(tmp_path / "set", sizes=(10, 2))
     assert str(path) in str(caught.value) and words in str(caught.value)
     path.unlink()
     with pytest.raises(DataError, match=r"data_batch_4\.bin cannot be read"):
-        readers.read_cifar10(tmp_path / "set", sizes=(10, 2))
+        formats.read_cifar10(tmp_path / "set", sizes=(10, 2))
 
 
 def test_cifar100_takes_the_fine_label(tmp_path: Path) -> None:
     records = generator.integers(0, 256, (3, 3074), dtype=np.uint8)
-    records[:, 0], records[:, 1] = 19, [99, 0, 7]
+    records[:, 0] = 19
+    records[:, 1] = [99, 0, 7]
     for name in ("train.bin", "test.bin"):
         records.tofile(tmp_path / name)
-    data = readers.read_cifar100(tmp_path, sizes=(3, 3))
+    data = formats.read_cifar100(tmp_path, sizes=(3, 3))
     assert data.train_y.tolist() == [99, 0, 7] and int(data.train_x[0, 2, 31, 31]) == records[0, -1]
-    assert len(set(data.classes)) == 100 and data.classes[0] == "apple" and data.classes[99] == "worm"
+    assert (
+        len(set(data.classes)) == 100 and data.classes[0] == "apple" and data.classes[99] == "worm"
+    )
     records[2, 1] = 100
     records.tofile(tmp_path / "test.bin")
     with pytest.raises(DataError, match=r"test\.bin: example 2 has label 100"):
-        readers.read_cifar100(tmp_path, sizes=(3, 3))
+        formats.read_cifar100(tmp_path, sizes=(3, 3))
 
 
 def test_digits() -> None:
-    data = readers.read_digits()
+    data = formats.read_digits()
     assert len(data.train_y) + len(data.test_y) == 1797 and data.input_shape == (1, 8, 8)
     counts = (data.train_y.bincount() + data.test_y.bincount()).tolist()
     assert data.test_y.bincount().tolist() == [count // 5 for count in counts]
@@ -352,14 +393,18 @@ def test_digits() -> None:
     assert data.std[0] == pytest.approx(float(scaled.std(correction=0)))
 
 
-def test_digits_are_scikit_learns_read_from_its_file_or_asked_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digits_are_scikit_learns_read_from_its_file_or_asked_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from sklearn.datasets import load_digits
 
-    data, bunch = readers.read_digits(), load_digits()  # whose first ten are the first of each class
+    # whose first ten are the first of each class
+    data = formats.read_digits()
+    bunch = load_digits()
     assert np.array_equal(data.train_x[:10, 0].numpy(), np.rint(bunch.images[:10] * 255 / 16))
     assert data.train_y[:10].tolist() == bunch.target[:10].tolist() == list(range(10))
-    monkeypatch.setattr(readers.Path, "exists", lambda path: False)
-    asked = readers.read_digits()
+    monkeypatch.setattr(formats.Path, "exists", lambda path: False)
+    asked = formats.read_digits()
     for name in ("train_x", "train_y", "test_x", "test_y"):
         assert torch.equal(getattr(data, name), getattr(asked, name))
 
@@ -367,11 +412,12 @@ def test_digits_are_scikit_learns_read_from_its_file_or_asked_of_it(monkeypatch:
 def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DataError, match="pip install scikit-learn"):
-        readers.read_digits()
+        formats.read_digits()
 
 
 def test_layouts_and_labels_that_are_probably_not_meant() -> None:
-    x, y = np.zeros((6, 16, 16, 3), np.float32), np.arange(6) % 3
+    x = np.zeros((6, 16, 16, 3), np.float32)
+    y = np.arange(6) % 3
     with pytest.raises(DataError, match="channels last"):
         from_arrays(x, y, x, y)
     flat = np.zeros((6, 4), np.float32)

@@ -1,4 +1,4 @@
-"""Folders of pictures as a data set: what is read, how it is split, and what is wrong with them."""
+"""Data sets from folders of images: reading, splitting, and errors."""
 
 import struct
 import zlib
@@ -15,7 +15,9 @@ from fedcog.data import DataError
 
 def paint(file: Path, value: int, *, mode: str = "L", size: tuple[int, int] = (6, 5)) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
-    Image.new(mode, size, value if mode in ("1", "L", "P", "I;16") else (value,) * len(mode)).save(file)
+    Image.new(mode, size, value if mode in ("1", "L", "P", "I;16") else (value,) * len(mode)).save(
+        file
+    )
     return file
 
 
@@ -29,7 +31,11 @@ def album(folder: Path, count: int = 5, start: int = 0) -> Path:
 
 def test_every_fifth_picture_of_a_class_is_for_testing(tmp_path: Path) -> None:
     data = from_folder(album(tmp_path, 11))
-    assert data.classes == ("cat", "dog") and data.input_shape == (1, 5, 6) and data.train_x.dtype == torch.uint8
+    assert (
+        data.classes == ("cat", "dog")
+        and data.input_shape == (1, 5, 6)
+        and data.train_x.dtype == torch.uint8
+    )
     by_name = sorted(range(11), key=str)  # 0, 1, 10, 2, ...
     tests = [by_name[4], by_name[9]]
     assert data.test_x[:, 0, 0, 0].tolist() == [*tests, *(100 + shade for shade in tests)]
@@ -38,10 +44,13 @@ def test_every_fifth_picture_of_a_class_is_for_testing(tmp_path: Path) -> None:
 
 
 def test_a_test_folder_of_its_own_and_whose_each_picture_is(tmp_path: Path) -> None:
-    train, test = album(tmp_path / "train"), album(tmp_path / "test", 1, start=50)
+    train = album(tmp_path / "train")
+    test = album(tmp_path / "test", 1, start=50)
     (train / "cat" / "notes.txt").write_text("no picture")
     paint(train / "cow" / "0.png", 9)
-    data = from_folder(train, test, classes=["dog", "cat"], users=lambda file: int(file.stem) % 2, name="mine")
+    data = from_folder(
+        train, test, classes=["dog", "cat"], users=lambda file: int(file.stem) % 2, name="mine"
+    )
     assert data.name == "mine" and data.classes == ("dog", "cat")
     assert data.train_x[:, 0, 0, 0].tolist() == [100, 101, 102, 103, 104, 0, 1, 2, 3, 4]
     assert data.test_x[:, 0, 0, 0].tolist() == [150, 50] and data.test_y.tolist() == [0, 1]
@@ -62,7 +71,9 @@ def test_pictures_of_other_sizes_and_colours_are_brought_to_one(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("mode", "channels"), [("1", 1), ("L", 1), ("P", 3), ("RGB", 3), ("RGBA", 3)], ids=lambda value: str(value)
+    ("mode", "channels"),
+    [("1", 1), ("L", 1), ("P", 3), ("RGB", 3), ("RGBA", 3)],
+    ids=lambda value: str(value),
 )
 def test_every_mode_of_eight_bits(tmp_path: Path, mode: str, channels: int) -> None:
     for number in range(5):
@@ -74,20 +85,24 @@ def bomb(file: Path) -> None:
     """A PNG of a hundred bytes that says it has 60,000 x 60,000 pixels."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        return (
+            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        )
 
     head = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 0, 0, 0, 0)
-    file.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", b"") + chunk(b"IEND", b""))
+    file.write_bytes(
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+    )
 
 
 @pytest.mark.parametrize(
     ("how", "words"),
     [
         ("size", r"4\.png is 7x5, and .*0\.png is 5x6: bring all images to one size"),
-        ("empty", r"cat.4\.png is no image that can be read"),
-        ("cut", r"cat.4\.png is no image that can be read"),
-        ("deep", r"cat.4\.png has more than 8 bits a channel"),
-        ("bomb", r"cat.4\.png is no image that can be read: .*pixels"),
+        ("empty", r"cat.4\.png is not a readable image"),
+        ("cut", r"cat.4\.png is not a readable image"),
+        ("deep", r"cat.4\.png has more than 8 bits per channel"),
+        ("bomb", r"cat.4\.png is not a readable image: .*pixels"),
         ("large", r"cat.4\.png has 8200 x 8200 pixels, more than"),
     ],
 )
@@ -111,15 +126,17 @@ def test_a_picture_that_cannot_be_used_is_named(tmp_path: Path, how: str, words:
         from_folder(tmp_path)
 
 
-def test_folders_that_hold_too_little_or_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DataError, match=r"nowhere is no folder that can be read"):
+def test_folders_that_hold_too_little_or_too_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(DataError, match=r"nowhere is not a readable folder"):
         from_folder(tmp_path / "nowhere")
-    with pytest.raises(DataError, match="holds too few pictures in folders of classes"):
+    with pytest.raises(DataError, match="holds too few images in folders of classes"):
         from_folder(tmp_path)
-    with pytest.raises(DataError, match="at least 5 of a class"):
+    with pytest.raises(DataError, match="at least 5 per class"):
         from_folder(album(tmp_path / "few", 4))
     with pytest.raises(DataError, match="size is 0: give a height and a width"):
         from_folder(album(tmp_path / "all"), size=0)
-    monkeypatch.setattr("fedcog.data.folders.MOST", 5 * 6 * 10 - 1)
-    with pytest.raises(DataError, match="10 pictures of 5x6 are more than 299 bytes"):
+    monkeypatch.setattr("fedcog.data.folders.MAX_TOTAL_BYTES", 5 * 6 * 10 - 1)
+    with pytest.raises(DataError, match="10 images of 5x6 are more than 299 bytes"):
         from_folder(tmp_path / "all")

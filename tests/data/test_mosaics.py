@@ -1,4 +1,4 @@
-"""The stand-in for FLAIR: mosaics are their pictures, and users as unequal as FLAIR's."""
+"""Mosaics: contents, labels, and the distribution of user sizes."""
 
 from pathlib import Path
 
@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 
 from fedcog.data import mosaics
-from fedcog.data.readers import read_digits
+from fedcog.data.formats import read_digits
 
 
 def cifar100_file(path: Path, count: int, seed: int) -> np.ndarray:
-    """A file like CIFAR-100's, whose pictures each say in every pixel which they are; the superclasses."""
+    """Write a CIFAR-100 file whose pixels hold the image's number; return the superclasses."""
     coarse = np.random.default_rng(seed).integers(0, 20, count).astype(np.uint8)
     records = np.empty((count, 3074), np.uint8)
-    records[:, 0], records[:, 1] = coarse, coarse * 5
+    records[:, 0] = coarse
+    records[:, 1] = coarse * 5
     records[:, 2:] = np.arange(count)[:, None]
     records.tofile(path)
     return coarse
@@ -24,34 +25,38 @@ def test_mosaics_are_their_pictures_and_their_labels_what_those_are(tmp_path: Pa
     cifar100_file(tmp_path / "test.bin", 60, 1)
     data = mosaics.read_mosaics(tmp_path, sizes=(120, 60))
     again = mosaics.read_mosaics(tmp_path, sizes=(120, 60))
-    assert data.fingerprint == again.fingerprint and data.several and len(data.classes) == 17
+    assert data.fingerprint == again.fingerprint and data.multi_label and len(data.classes) == 17
     used: list[int] = []
     for image, labels in zip(data.train_x, data.train_y, strict=True):
         cells = [image[:, top : top + 32, side : side + 32] for top in (0, 32) for side in (0, 32)]
         shown = [int(cell[0, 0, 0]) for cell in cells if len(cell.unique()) == 1]
         assert 1 <= len(shown) <= 4
         blank = [cell for cell in cells if len(cell.unique()) > 1]
-        assert all(cell.flatten(1).unique(dim=1).tolist() == [[129], [124], [112]] for cell in blank)
-        assert labels.nonzero()[:, 0].tolist() == sorted(int(coarse[one]) for one in shown)  # no superclass twice
+        assert all(
+            cell.flatten(1).unique(dim=1).tolist() == [[129], [124], [112]] for cell in blank
+        )
+        assert labels.nonzero()[:, 0].tolist() == sorted(
+            int(coarse[one]) for one in shown
+        )  # no superclass twice
         used += shown
     assert len(used) == len(set(used)) >= 90  # of a hundred or so in 17 superclasses of 20
     assert data.users is not None and len(data.users) == len(data.train_y)
 
 
 def test_users_of_mosaics_are_as_unequal_as_those_of_flair() -> None:
-    sizes = np.bincount(mosaics.shares(15_232))
+    sizes = np.bincount(mosaics.assign_users(15_232))
     assert sizes.sum() == 15_232
     assert np.percentile(sizes, [25, 50, 75]).tolist() == [1, 2, 5]
     assert sizes.mean() == pytest.approx(8.35, abs=0.1)
     assert (np.diff(sizes) >= 0).all() and sizes[-1] > 1000
-    assert mosaics.shares(1).tolist() == [0]
+    assert mosaics.assign_users(1).tolist() == [0]
 
 
 def test_users_have_tastes_and_testers_have_none() -> None:
     superclasses = np.repeat(np.arange(20), 500)
     users = np.repeat(np.arange(10), 250)
     for part, most in (("train", (0.5, 1.0)), ("test", (0.0, 0.3))):
-        chosen = mosaics.pictures(superclasses, users, part)
+        chosen = mosaics.choose_images(superclasses, users, part)
         counts = np.zeros((10, 20))
         rows, cells = np.nonzero(chosen >= 0)
         np.add.at(counts, (users[rows], superclasses[chosen[rows, cells]]), 1)
@@ -62,8 +67,10 @@ def test_mosaics_of_digits_need_no_files() -> None:
     data = mosaics.read_digit_mosaics()
     assert data.fingerprint == mosaics.read_digit_mosaics().fingerprint
     assert (len(data.train_x), len(data.test_x)) == (516, 127) and data.input_shape == (1, 16, 16)
-    assert data.several and data.users is not None and len(data.classes) == 10
+    assert data.multi_label and data.users is not None and len(data.classes) == 10
     digits = {bytes(one.numpy().tobytes()) for one in read_digits().train_x}
-    cells = [data.train_x[:, :, top : top + 8, side : side + 8] for top in (0, 8) for side in (0, 8)]
+    cells = [
+        data.train_x[:, :, top : top + 8, side : side + 8] for top in (0, 8) for side in (0, 8)
+    ]
     assert sum(bool(cell.any()) for each in cells for cell in each) == int(data.train_y.sum())
     assert all(cell.numpy().tobytes() in digits for each in cells for cell in each if cell.any())

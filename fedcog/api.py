@@ -1,0 +1,261 @@
+"""The functions that users call: they carry out experiments and write the reports."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+from torch import nn
+
+from fedcog.data import Dataset
+from fedcog.federation import torchrun
+from fedcog.runs.compare import run_comparison
+from fedcog.runs.config.experiment import Experiment
+from fedcog.runs.environment import torch_settings
+from fedcog.runs.records.recorded_run import Run
+from fedcog.runs.records.run_directory import RunDirectory
+from fedcog.runs.runner import (
+    Callback,
+    Runner,
+    RunOptions,
+    default_directory,
+    round_loop,
+    with_user_objects,
+)
+from fedcog.runs.setup import UserObjects
+from fedcog.runs.torchrun_runs import follow
+from fedcog.runs.tracking import Tracker
+from fedcog.studies.tuning.sweep import (
+    SearchOptions,
+    SweepPlan,
+    Tuned,
+    plan_sweep,
+    run_sweep,
+)
+
+
+class ObjectKeywords(TypedDict, total=False):
+    """Your own objects, instead of what the experiment names.
+
+    Attributes:
+        data: Your data set.
+        model: Your network.
+        generator: Your generator, for FedCOG(generator="custom").
+    """
+
+    data: Dataset | None
+    model: nn.Module | None
+    generator: nn.Module | None
+
+
+class CompareKeywords(ObjectKeywords, total=False):
+    """Keyword arguments of `compare`.
+
+    Attributes:
+        callbacks: A function, or several, called after every round with the experiment and the
+            round's line of `rounds.jsonl`.
+        should_stop: Called after every round; if it returns true, the run saves a checkpoint and
+            raises `Interrupted`.
+        command: The command line to record in `provenance.json`.
+        track: A tracker or several: "tensorboard", "mlflow", "wandb", or a `Tracker` object.
+    """
+
+    callbacks: Callback | Sequence[Callback]
+    should_stop: Callable[[], bool] | None
+    command: str | None
+    track: str | Tracker | Sequence[str | Tracker]
+
+
+class SweepKeywords(CompareKeywords, SearchOptions, total=False):
+    """Keyword arguments of `sweep`."""
+
+
+class RunKeywords(CompareKeywords, total=False):
+    """Keyword arguments of `run`.
+
+    Attributes:
+        resume: Whether to continue a run that is already in the directory.
+        report: Whether to write report.html; True by default.
+    """
+
+    resume: bool
+    report: bool
+
+
+def run(
+    experiment: Experiment, out: str | Path | None = None, **keywords: Unpack[RunKeywords]
+) -> Run:
+    """Carry out an experiment and record it.
+
+    Args:
+        experiment: The experiment.
+        out: The run directory; runs/DATASET-ALGORITHM-SEED by default.
+        **keywords: `data`, `model`, `generator`: your own objects instead of what the experiment
+            names. `resume`: continue the run in the directory after its last checkpoint; a finished
+            one is only read. `report`: write report.html (default). `callbacks`: functions of
+            (experiment, line), called after every round. `should_stop`: asked after every round;
+            if true, the run stops with `Interrupted`. `track`: trackers, which change no result.
+            `command`: the command line to record.
+
+    Returns:
+        The recorded run.
+
+    Raises:
+        ConfigError: If the experiment cannot run.
+        RecordError: If the directory holds another run.
+        Diverged: If training diverged; the last good checkpoint is saved.
+        Interrupted: If the run was asked to stop.
+
+    Example:
+        ```python
+        run = fedcog.run(Experiment(FedCOG(FedAvg()), clients=5, rounds=3), "runs/mine")
+        print(run.last, run.best)
+        ```
+    """
+    objects = _objects(keywords)
+    options = _options(keywords)._replace(resume=keywords.get("resume", False))
+    complete = round_loop(experiment)
+    with torch_settings(experiment):
+        if torchrun.is_follower():
+            experiment = with_user_objects(experiment, objects)
+            return follow(experiment, Path(out or default_directory(experiment)), objects)
+        with Runner(experiment, out, objects, options) as runner:
+            finished = complete(runner)
+    if keywords.get("report", True):
+        write_report([finished.path], finished.path)
+    return finished
+
+
+def compare(
+    experiments: Sequence[Experiment],
+    seeds: Sequence[int],
+    out: str | Path,
+    **keywords: Unpack[CompareKeywords],
+) -> list[Run]:
+    """Run every experiment with every seed, in OUT/ALGORITHM/seed-N, and write one report.
+
+    Existing runs are continued, finished ones only read, so a comparison may be stopped and started
+    again. A run that diverges does not stop the others: its `diverged` says why. On a GPU the seeds
+    of an experiment train as one cohort; results equal single runs up to rounding.
+
+    Args:
+        experiments: The experiments; their seeds are ignored.
+        seeds: The seeds.
+        out: Folder of the comparison.
+        **keywords: `data`, `model`, `generator`, `callbacks`, `should_stop`, `track`, `command`:
+            see `run`.
+
+    Returns:
+        All runs.
+
+    Raises:
+        ConfigError: If an experiment cannot run.
+        Interrupted: If the comparison was asked to stop.
+
+    Example:
+        ```python
+        runs = fedcog.compare([Experiment(FedAvg()), Experiment(FedProx())], [0, 1, 2], "runs/c")
+        ```
+    """
+    runs = run_comparison(experiments, seeds, out, _objects(keywords), _options(keywords))
+    write_report([one.path for one in runs], Path(out))
+    return runs
+
+
+def sweep(
+    experiments: Sequence[Experiment],
+    space: Mapping[str, Any],
+    out: str | Path,
+    **keywords: Unpack[SweepKeywords],
+) -> list[Tuned]:
+    """Tune every algorithm with the same number of trials, then evaluate the chosen settings.
+
+    Trials are scored after their last round, on validation examples that each client holds out. No
+    trial uses the test set. The best settings of each algorithm then train on all examples. A
+    stopped sweep resumes: finished runs in `out` are only read.
+
+    Args:
+        experiments: One experiment per algorithm.
+        space: The settings to tune, with a list or a range in place of a value:
+            `{"lr": {"low": 0.001, "high": 0.1, "log": True}, "fedprox": {"mu": [0.01, 0.1]}}`.
+        out: Folder of results and report.
+        **keywords: `search` ("grid", "random" or "optuna"; default "random"), `trials` per
+            algorithm (8), `seed` of the search (0), `trial_seeds` ((100,)), `seeds` of the final
+            runs ((0, 1, 2)); `data`, `model`, `generator`, `callbacks`, `should_stop` and
+            `command`: see `run`.
+
+    Returns:
+        Each algorithm with its trials and final runs.
+
+    Raises:
+        ConfigError: If the sweep cannot work or would be unfair; it lists all problems at once.
+        RecordError: If `out` holds another sweep.
+        Interrupted: If the sweep was asked to stop.
+    """
+    objects = _objects(keywords)
+    options = _options(keywords)
+    search: SearchOptions = {}
+    for name in SearchOptions.__annotations__:
+        if name in keywords:
+            search[name] = keywords[name]  # type: ignore[literal-required]
+    plan = plan_sweep(experiments, space, data=objects.data, model=objects.model, **search)
+    return run_planned_sweep(plan, out, objects, options)
+
+
+def run_planned_sweep(
+    plan: SweepPlan, out: str | Path, objects: UserObjects, options: RunOptions
+) -> list[Tuned]:
+    """Run or resume a planned sweep, and write its report.
+
+    Args:
+        plan: The plan.
+        out: Folder of results and report.
+        objects: Objects of the user.
+        options: How the runs are carried out.
+
+    Returns:
+        Each algorithm with its trials and final runs.
+    """
+    tuned = run_sweep(
+        plan,
+        out,
+        data=objects.data,
+        model=objects.model,
+        generator=objects.generator,
+        callbacks=options.callbacks,
+        should_stop=options.should_stop,
+        command=options.command,
+    )
+    from fedcog.report import sweep_page  # imports matplotlib, which takes a second
+
+    sweep_page.write(plan, tuned, Path(out))
+    return tuned
+
+
+def write_report(paths: Sequence[Path], out: Path) -> Path:
+    """Write the report of some runs.
+
+    Args:
+        paths: Run directories.
+        out: Folder of the report.
+
+    Returns:
+        The path of report.html.
+    """
+    from fedcog.report import page  # imports matplotlib, which takes a second
+
+    return RunDirectory(out).save_report(page(paths))
+
+
+def _objects(keywords: ObjectKeywords) -> UserObjects:
+    return UserObjects(keywords.get("data"), keywords.get("model"), keywords.get("generator"))
+
+
+def _options(keywords: CompareKeywords) -> RunOptions:
+    callbacks = keywords.get("callbacks", ())
+    trackers = keywords.get("track", ())
+    return RunOptions(
+        callbacks=(callbacks,) if callable(callbacks) else tuple(callbacks or ()),
+        should_stop=keywords.get("should_stop"),
+        command=keywords.get("command"),
+        trackers=(trackers,) if isinstance(trackers, str | Tracker) else tuple(trackers),
+    )

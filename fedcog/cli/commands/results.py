@@ -1,0 +1,116 @@
+"""Commands on recorded runs: report, watch, export."""
+
+import argparse
+import signal
+import webbrowser
+from pathlib import Path
+
+from fedcog.cli import console, flags, tables
+from fedcog.cli.console import print_result
+from fedcog.core.settings import ConfigError
+from fedcog.runs.records import summary
+from fedcog.runs.records.export import export
+from fedcog.runs.records.recorded_run import Run, read
+from fedcog.runs.records.run_directory import (
+    RecordError,
+    RunDirectory,
+    runs_below,
+    write_file,
+)
+from fedcog.runs.setup import check_runnable
+
+MAX_PORT = 65535
+
+
+def report_command(options: argparse.Namespace, rest: list[str]) -> int:
+    """Write one report about the runs in some folders.
+
+    Args:
+        options: The parsed command line.
+        rest: What no flag took.
+
+    Returns:
+        The exit code.
+    """
+    flags.refuse_rest(rest)
+    from fedcog.report import page  # imports matplotlib, which takes a second
+
+    if options.target is not None and not 0 < options.target <= 1:
+        raise ConfigError(
+            [f"target needs a number > 0 and <= 1, such as 0.6, not {options.target:g}."]
+        )
+    paths = runs_below(options.directories)
+    folder = Path(options.directories[0]) if len(options.directories) == 1 else Path()
+    is_sweep = (folder / "sweep.json").exists()  # which has its own report.html
+    out = Path(options.out or folder / ("runs.html" if is_sweep else "report.html"))
+    runs: list[Run] = []
+    damaged: list[RecordError] = []
+    for path in paths:
+        try:
+            runs.append(read(path))
+        except RecordError as error:
+            damaged.append(error)
+    if damaged and not runs:
+        raise damaged[0]
+    write_file(out, page([run.path for run in runs], target=options.target).encode())
+    if options.table:
+        write_file(Path(options.table), summary.markdown(runs).encode())
+    tables.print_results(runs, options.style)
+    if options.target is not None:
+        tables.print_costs(runs, options.target, options.style)
+    print_result(f"report: {out}", options.style)
+    if damaged:
+        return console.print_faults([f"skipped: {error}" for error in damaged])
+    return 0
+
+
+def watch_command(options: argparse.Namespace, rest: list[str]) -> int:
+    """Serve a page that shows runs live.
+
+    Args:
+        options: The parsed command line.
+        rest: What no flag took.
+
+    Returns:
+        The exit code.
+    """
+    flags.refuse_rest(rest)
+    if not 0 <= options.port <= MAX_PORT:
+        raise ConfigError(
+            [f"port needs an integer from 0 (any free port) to {MAX_PORT}, not {options.port}."]
+        )
+    from fedcog.report.dashboard import DashboardServer  # imports matplotlib
+
+    server = DashboardServer(options.directories, options.port)
+    # A shell starts background processes with SIGINT ignored.
+    signals = (signal.SIGINT, signal.SIGTERM)
+    handlers = [signal.signal(number, signal.default_int_handler) for number in signals]
+    try:
+        folders = ", ".join(options.directories)
+        print_result(f"watching {folders} at {server.url} (Ctrl-C stops)", options.style)
+        if options.open:
+            webbrowser.open(server.url)
+        server.serve()
+    finally:
+        for number, handler in zip(signals, handlers, strict=True):
+            signal.signal(number, handler)
+    return 0
+
+
+def export_command(options: argparse.Namespace, rest: list[str]) -> int:
+    """Write the global model of a run to a file.
+
+    Args:
+        options: The parsed command line.
+        rest: What no flag took.
+
+    Returns:
+        The exit code.
+    """
+    flags.refuse_rest(rest)
+    experiment = RunDirectory(options.run).experiment(options.known)
+    if not_runnable := check_runnable(experiment):
+        raise ConfigError(not_runnable)
+    exported = export(options.run, options.out, options.format, algorithm=experiment.algorithm)
+    tables.print_exported(exported, experiment, options.style)
+    return 0

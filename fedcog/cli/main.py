@@ -1,0 +1,51 @@
+"""The entry point of the command line. Parsing needs no torch; commands import it when they run."""
+
+import sys
+from collections.abc import Sequence
+
+from fedcog.cli import flags, parser
+from fedcog.core.settings import ConfigError
+
+EXIT_USAGE = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        plain, user_classes = flags.load_user_algorithms(words)
+        root = parser.build_parser(user_classes)
+        options, rest = root.parse_known_args(plain)
+        options.words = words
+        options.user_classes = user_classes
+        if getattr(options, "flags", ()) and flags.split_rest(rest)[1]:
+            flags.read_values(options, rest)  # raises: a flag is unknown
+    except ConfigError as error:
+        for fault in error.faults:
+            print(f"fedcog: {fault}", file=sys.stderr)
+        return EXIT_USAGE
+    if options.command == "completion":
+        flags.refuse_rest(rest)
+        return _print_completion(options.shell)
+    from fedcog.algorithms import ALGORITHMS  # imports torch
+    from fedcog.cli.execution import COMMANDS, errors_explained
+
+    options.known = ALGORITHMS | user_classes
+    with errors_explained() as outcome:
+        outcome.exit_code = COMMANDS[options.command](options, rest)
+    return outcome.exit_code
+
+
+def _print_completion(shell: str) -> int:
+    from fedcog.cli import completion
+    from fedcog.cli.schema import load_schema
+
+    schema = load_schema()
+    names = {
+        "--algorithm": list(schema.algorithms),
+        "--algorithms": list(schema.algorithms),
+        "--dataset": schema.datasets,
+        "--model": schema.models,
+    }
+    print(completion.script(shell, parser.build_parser(), names), end="")
+    return 0

@@ -1,0 +1,488 @@
+"""Tables and summaries that the command line prints."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor
+
+from fedcog.cli.console import Style, out, print_note, print_result
+from fedcog.cli.doctor import Check
+from fedcog.core.settings import settings
+from fedcog.core.tasks import METRIC_LABELS
+from fedcog.data import DATASETS, registry
+from fedcog.data.partitions.flwr_partitions import FLWR_PARTITIONS
+from fedcog.data.partitions.schemes import PARTITIONS
+from fedcog.models.zoo import MODELS
+from fedcog.runs.config.composition import algorithm_name, layer_settings, named_layers
+from fedcog.runs.config.experiment import Experiment
+from fedcog.runs.records import summary
+from fedcog.runs.records.export import Exported
+from fedcog.runs.records.metrics import median_cost
+from fedcog.runs.records.recorded_run import Run
+from fedcog.studies.catalog import describe_algorithms
+from fedcog.studies.job_planning import StudyProgress
+from fedcog.studies.study import Study
+from fedcog.studies.theory import TheoryPlan, TheoryResult
+from fedcog.studies.tuning import sweep_tables
+from fedcog.studies.tuning.sweep import SweepPlan, Tuned
+
+PRIVACY_DEFAULTS = (1.0, 1.0, 1e-5)
+"""Defaults of dp_clip, dp_noise and dp_delta."""
+
+
+def print_experiment(
+    experiment: Experiment, directory: Any, style: Style, seeds: Sequence[int] = ()
+) -> None:
+    """Print the settings of a run before it starts, or of several that differ in seed.
+
+    Args:
+        experiment: The experiment.
+        directory: The run directory.
+        style: How much to print.
+        seeds: The seeds, if there are several runs.
+    """
+    if style == "quiet":
+        return
+    work = f"{experiment.local_steps} steps"
+    if experiment.local_epochs:
+        work = f"{experiment.local_epochs:g} epochs"
+    participation = ""
+    if experiment.participation < 1:
+        participation = f" by {experiment.participation:.0%} of them ({experiment.selection})"
+    seed_text = f"seed {experiment.seed}"
+    if seeds:
+        seed_text = f"seeds {', '.join(map(str, seeds))}"
+    print_result(
+        f"{algorithm_name(experiment.algorithm)} on {experiment.dataset}: {experiment.clients} "
+        f"clients ({experiment.partition_rule}), {experiment.rounds} rounds of "
+        f"{work}{participation}, batch {experiment.batch_size}, {experiment.optimizer} lr "
+        f"{experiment.lr:g}, {seed_text}",
+        style,
+    )
+    for name, layer in named_layers(experiment.algorithm):
+        if layer_values := layer_settings(layer):
+            values = ", ".join(f"{key} {value}" for key, value in layer_values.items())
+            print_result(f"  {name}: {values}", style)
+    first = 0
+    for device in experiment.device_types:
+        last = first + device.num_clients - 1
+        print_result(f"  {device.name} (clients {first} to {last}): {device.description}", style)
+        first = last + 1
+    for warning in _experiment_warnings(experiment):
+        print_note(warning)
+    print_result(f"  run directory: {directory}", style)
+
+
+def print_comparison(
+    experiments: Sequence[Experiment], seeds: Sequence[int], out_folder: Any, style: Style
+) -> None:
+    """Print the settings of a comparison before it starts.
+
+    Args:
+        experiments: The experiments.
+        seeds: The seeds.
+        out_folder: Folder of the comparison.
+        style: How much to print.
+    """
+    names = [algorithm_name(experiment.algorithm) for experiment in experiments]
+    print_result(f"comparing {', '.join(names)} over seeds {', '.join(map(str, seeds))}", style)
+    for name, experiment in zip(names, experiments, strict=True):
+        print_experiment(experiment, f"{out_folder}/{name}/seed-N", style, seeds)
+
+
+def print_sweep_plan(plan: SweepPlan, out_folder: Any, style: Style) -> None:
+    """Print what a sweep tunes before it starts.
+
+    Args:
+        plan: The plan.
+        out_folder: Folder of the sweep.
+        style: How much to print.
+    """
+    names = ", ".join(algorithm_name(one.algorithm) for one in plan.experiments)
+    print_result(
+        f"tuning {names}: {plan.trials} trials each ({plan.search}, seed {plan.seed})", style
+    )
+    for name, dimension in plan.space.items():
+        print_result(f"  {name}: {dimension.text()}", style)
+    for experiment in plan.experiments:
+        print_experiment(experiment, out_folder, style, plan.trial_seeds)
+
+
+def print_tuned(plan: SweepPlan, tuned: Sequence[Tuned], style: Style) -> None:
+    """Print the chosen settings of each algorithm and their test scores.
+
+    Args:
+        plan: The plan.
+        tuned: The tuned algorithms.
+        style: How much to print.
+    """
+    chosen = sweep_tables.chosen_table(tuned)
+    if style == "plain":
+        for row in chosen.rows:
+            cells = zip(chosen.header, row, strict=True)
+            print_result("; ".join(f"{head} {cell}" for head, cell in cells), style)
+    elif style != "quiet":
+        table = Table(
+            title="in %, test as mean ± standard deviation over seeds", title_justify="left"
+        )
+        for index, head in enumerate(chosen.header):
+            table.add_column(head, justify="left" if index < 2 else "right")
+        for row in chosen.rows:
+            table.add_row(*(escape(cell) for cell in row))
+        out.print(table)
+    for sentence in sweep_tables.summary_sentences(plan, tuned):
+        print_result(sentence, style)
+
+
+def print_results(runs: Sequence[Run], style: Style) -> None:
+    """Print last and best score of every group of runs, and the privacy budget spent.
+
+    Args:
+        runs: The runs.
+        style: How much to print.
+    """
+    if style == "quiet":
+        return
+    for text in dict.fromkeys(run.privacy for run in runs if run.privacy):
+        print_result(text, style)
+    scored = [run for run in runs if run.scores or run.diverged]
+    if not scored:
+        print_result("no round has been evaluated yet", style)
+        return
+    rows = summary.rows(scored)
+    names = " or ".join(dict.fromkeys(METRIC_LABELS[run.metric] for run in scored))
+    title = f"test {names} in %"
+    if any(len(group.runs) > 1 for group in summary.group(scored)):
+        title += ", mean ± standard deviation over seeds"
+    if style == "plain":
+        print_result(title, style)
+        for row in rows:
+            print_result(_plain_row(row), style)
+        return
+    table = Table(title=title, title_justify="left")
+    for column in summary.COLUMNS:
+        table.add_column(column, justify="left" if column == "algorithm" else "right")
+    for row in rows:
+        table.add_row(*row)
+    out.print(table)
+    if any(row[3] for row in rows):
+        out.print(
+            "personal: the clients' own models (or local models before aggregation), on their "
+            "label mix",
+            markup=False,
+        )
+
+
+def _plain_row(row: Sequence[str]) -> str:
+    label, last, best, personal_last, personal_best, seeds, rounds = row
+    text = f"{label}: last {last or 'none'}, best {best or 'none'}"
+    if personal_last:
+        text += f", personal last {personal_last}, best {personal_best}"
+    text += f", seeds {seeds}"
+    return f"{text}, rounds {rounds}" if "diverged" in rounds else text
+
+
+def print_costs(runs: Sequence[Run], target: float, style: Style) -> None:
+    """Print what every group of runs used until it reached a score.
+
+    Args:
+        runs: The runs.
+        target: The score, between 0 and 1.
+        style: How much to print.
+    """
+    for group in summary.group([run for run in runs if run.scores]):
+        (rounds, num_bytes, seconds), num_reached = median_cost(group.runs, target)
+        cost = "not reached"
+        if math.isfinite(rounds):
+            cost = f"{rounds:g} rounds, {num_bytes / 1e6:,.1f} MB, {seconds:,.1f} s"
+        if len(group.runs) > 1:
+            cost += f" ({num_reached} of {len(group.runs)} seeds reached it)"
+        print_result(f"to {100 * target:g} %, {group.label}: {cost}", style)
+
+
+def print_exported(exported: Exported, experiment: Experiment, style: Style) -> None:
+    """Print where a model was written, and what it lacks.
+
+    Args:
+        exported: The model's file.
+        experiment: The experiment of the run.
+        style: How much to print.
+    """
+    round = exported.about["round"]
+    num_rounds = exported.about["rounds"]
+    name = exported.about["model"]
+    print_result(f"model: {exported.path} ({name}, after round {round} of {num_rounds})", style)
+    if round < num_rounds:
+        print_note(f"the run is not finished: this is its model after round {round}.", style)
+    for name, layer in named_layers(experiment.algorithm):
+        if layer.is_personalized:
+            print_note(
+                f"{name} trains personal models: this is the model that clients share.", style
+            )
+
+
+def print_study_progress(
+    studies: Sequence[Study], progress: Sequence[StudyProgress], folder: Path
+) -> None:
+    """Print how much of each table and figure is done.
+
+    Args:
+        studies: The tables and figures.
+        progress: Their progress.
+        folder: Folder of the results.
+    """
+    table = Table(title=f"The paper in {folder}", title_justify="left")
+    for name in ("name", "title", "in the paper"):
+        table.add_column(name)
+    table.add_column("done", justify="right")
+    for study, own in zip(studies, progress, strict=True):
+        done = f"{own.num_done}/{own.num_jobs}"
+        table.add_row(study.name, escape(study.title), study.source, done)
+    num_done = sum(own.num_done for own in progress)
+    num_jobs = sum(own.num_jobs for own in progress)
+    table.add_row("", "", "", f"{num_done}/{num_jobs}")
+    out.print(table)
+
+
+def print_checks(checks: Sequence[Check], style: Style) -> None:
+    """Print what works, what is missing, and what to do.
+
+    Args:
+        checks: The results of the checks.
+        style: How much to print.
+    """
+    if style == "plain":
+        for check in checks:
+            remedy = f" ({check.remedy})" if check.remedy else ""
+            print_result(f"{check.name}: {check.state}: {check.facts}{remedy}", style)
+    elif style != "quiet":
+        colors = {"ok": "green", "missing": "yellow", "broken": "red"}
+        table = Table("part", "state", "facts", "what to do")
+        for check in checks:
+            state = f"[{colors[check.state]}]{check.state}[/]"
+            table.add_row(check.name, state, escape(check.facts), escape(check.remedy))
+        out.print(table)
+
+
+def print_catalog(kind: str | None, data_dir: str | None) -> None:
+    """Print everything that can be chosen, or one kind of it.
+
+    Args:
+        kind: algorithms, data, models, partitions or settings; None prints all but settings.
+        data_dir: Folder with the data sets.
+    """
+    printers: dict[str, Callable[[], None]] = {
+        "algorithms": _print_algorithms,
+        "data": lambda: print_datasets(data_dir),
+        "models": _print_models,
+        "partitions": _print_partitions,
+        "settings": _print_settings,
+    }
+    for name, printer in printers.items():
+        if kind == name or (kind is None and name != "settings"):
+            printer()
+    if kind is None:
+        out.print(
+            "All settings of an experiment with their defaults: fedcog list settings", markup=False
+        )
+
+
+def print_datasets(data_dir: str | None) -> None:
+    """Print all data sets and where they are."""
+    columns = ("data set", "train", "test", "shape", "classes", "where")
+    table = Table(*columns, title="Data sets", title_justify="left")
+    for name, source in DATASETS.items():
+        where = "embedded (scikit-learn)"
+        if not source.package:
+            hint = " explains how" if source.manual_instructions else ""
+            missing = f"missing; fedcog data get {name}{hint}"
+            where = str(registry.locate(name, data_dir) or missing)
+        table.add_row(
+            name,
+            f"{source.train_size:,}",
+            f"{source.test_size:,}",
+            "x".join(str(side) for side in source.input_shape),
+            str(source.num_classes),
+            where,
+        )
+    out.print(table)
+
+
+def print_theory(result: TheoryResult, plan: TheoryPlan, style: Style) -> None:
+    """Print the theorem's constants and bound besides what was measured.
+
+    Args:
+        result: The measurement.
+        plan: What was measured.
+        style: How much to print.
+    """
+    is_convex = result.network == "linear"
+    name = "linear model (convex)" if is_convex else "small network"
+    title = (
+        f"{name}: {plan.rounds} rounds of {plan.steps} steps, {plan.clients} clients with two "
+        "classes of digits each"
+    )
+    rows = _theory_rows(result, plan, is_convex)
+    if style == "plain":
+        print_result(title, style)
+        for label, (value, text) in rows.items():
+            print_result(f"{label}: {value:.4g}, {text}", style)
+    elif style != "quiet":
+        table = Table("", "", "", title=title, title_justify="left", show_header=False)
+        for label, (value, text) in rows.items():
+            table.add_row(label, f"{value:.4g}", text)
+        out.print(table)
+
+
+def _theory_rows(
+    result: TheoryResult, plan: TheoryPlan, is_convex: bool
+) -> dict[str, tuple[float, str]]:
+    """Return value and meaning of every row."""
+    constants = result.constants
+    max_step = constants.largest_step(plan.steps)
+    step_text = "used"
+    if result.lr > max_step * (1 + 1e-9):
+        step_text += ", more than allowed: the bound need not hold"
+    kind = "a bound" if is_convex else "largest measured"
+    return {
+        "L": (constants.smoothness, f"smoothness of every client's loss, {kind}"),
+        "sigma^2": (constants.variance, "variance of a batch gradient, largest measured"),
+        "kappa^2": (
+            constants.kappa_squared,
+            "dissimilarity of the clients' gradients, largest measured; beta^2 = 1",
+        ),
+        "Phi - inf": (constants.initial_gap, "initial loss, which is never below 0"),
+        "largest step": (max_step, "allowed by the theorem with these constants"),
+        "step": (result.lr, step_text),
+        "bound": (result.bound, "on the smallest squared gradient norm, by the theorem"),
+        "smallest": (
+            result.min_gradient,
+            f"squared gradient norm of any round, mean over {plan.repeats} runs",
+        ),
+        "mean": (result.mean_gradient, "over all rounds"),
+        "Q": (
+            result.max_distillation,
+            "distillation loss at the start of a round; 0 by the lemma",
+        ),
+        "rises": (
+            result.num_increases,
+            "of the loss when inputs are regenerated; 0 by the lemma",
+        ),
+    }
+
+
+def print_partition(counts: Tensor, classes: Sequence[str], noun: str = "examples") -> None:
+    """Print examples per client and class; if that is too wide, a summary per client.
+
+    Args:
+        counts: `(K, C)`.
+        classes: Names of the classes.
+        noun: What is counted.
+    """
+    width = sum(max(len(name), 4) + 3 for name in classes) + 20
+    if width > out.width:
+        table = Table("client", noun, "classes", "largest", "share", title="per client")
+        for client_id, row in enumerate(counts.tolist()):
+            largest = max(range(len(row)), key=row.__getitem__)
+            share = f"{100 * row[largest] / max(1, sum(row)):.0f}%"
+            num_classes = sum(count > 0 for count in row)
+            table.add_row(str(client_id), str(sum(row)), str(num_classes), classes[largest], share)
+        out.print(table)
+        return
+    title = f"{noun} per client and class"
+    table = Table("client", *classes, "all", title=title, title_justify="left")
+    for client_id, row in enumerate(counts.tolist()):
+        cells = [str(count) if count else "·" for count in row]
+        table.add_row(str(client_id), *cells, str(sum(row)))
+    totals = [str(count) for count in counts.sum(0).tolist()]
+    table.add_row("all", *totals, str(int(counts.sum())), style="bold")
+    out.print(table)
+
+
+def _print_algorithms() -> None:
+    table = Table(title="Algorithms", title_justify="left")
+    for column in ("algorithm", "description and settings", "default"):
+        table.add_column(column)
+    for column in ("sends", "receives"):
+        table.add_column(column, justify="right")
+    for column in ("keeps", "sums"):
+        table.add_column(column)
+    for entry in describe_algorithms():
+        name = f"{entry.name} (wrapper)" if entry.is_wrapper else entry.name
+        sums = "enough" if entry.needs_only_sums else "not enough"
+        sizes = (f"{entry.sends:.2f}", f"{entry.receives:.2f}")
+        table.add_row(name, entry.summary, "", *sizes, entry.kept, sums, style="bold")
+        for setting in entry.settings:
+            choices = f" [{' | '.join(setting.choices)}]" if setting.choices else ""
+            text = f"--{entry.name}.{setting.flag}: {escape(setting.help + choices)}"
+            table.add_row("", text, setting.default_text)
+    out.print(table)
+    out.print(
+        "sends, receives, keeps: bytes per client and round, measured on the paper's CNN, relative "
+        "to one model. sums: whether the server needs only the sum of the payloads.",
+        markup=False,
+    )
+
+
+def _print_settings() -> None:
+    columns = ("setting", "meaning", "value", "default")
+    table = Table(*columns, title="Settings of an experiment", title_justify="left")
+    for setting in settings(Experiment).values():
+        cells = (setting.help, setting.expected, setting.default_text)
+        table.add_row(setting.name, *(escape(cell) for cell in cells))
+    out.print(table)
+
+
+def _print_models() -> None:
+    table = Table("model", "description", title="Models", title_justify="left")
+    for name, build in MODELS.items():
+        table.add_row(name, (build.__doc__ or "").strip().splitlines()[0])
+    out.print(table)
+
+
+def _print_partitions() -> None:
+    table = Table("partition", "description", "settings", title="Partitions", title_justify="left")
+    for name, partition in PARTITIONS.items():
+        table.add_row(name, partition.summary, partition.settings)
+    for name, entry in FLWR_PARTITIONS.items():
+        flags = f"{entry.settings} --partition-args" if entry.options else entry.settings
+        table.add_row(name, f"{entry.summary} (flwr-datasets' {entry.partitioner})", flags)
+    table.add_row("given", "The `indices` per client of your own data set.", "")
+    out.print(table)
+
+
+def _experiment_warnings(experiment: Experiment) -> list[str]:
+    """Return settings that have no effect, or that the user may not intend."""
+    warnings = []
+    layers = named_layers(experiment.algorithm)
+    for name, layer in layers:
+        if layer.is_personalized and not experiment.evaluate_local:
+            warnings.append(
+                f"{name} trains personal models, but they are not evaluated (--evaluate-local)."
+            )
+    privacy = (experiment.dp_clip, experiment.dp_noise, experiment.dp_delta)
+    if experiment.privacy == "off" and privacy != PRIVACY_DEFAULTS:
+        warnings.append(
+            "dp_clip, dp_noise and dp_delta have no effect without --privacy central or local."
+        )
+    if experiment.partition_args and experiment.partition not in FLWR_PARTITIONS:
+        warnings.append(
+            "partition_args has no effect without --partition flwr-shard or flwr-pathological."
+        )
+    uses_choice = experiment.candidates or experiment.choice_loss != "all"
+    if experiment.selection == "uniform" and uses_choice:
+        warnings.append(
+            "candidates and choice_loss have no effect without --selection power-of-choice."
+        )
+    for name, layer in layers:
+        start = getattr(layer, "start_round", 0)
+        if start >= experiment.rounds:
+            warnings.append(
+                f"{name} starts after round {start}, but there are {experiment.rounds} rounds: it "
+                "stays inactive (--start-round)."
+            )
+    return warnings

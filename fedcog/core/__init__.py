@@ -1,0 +1,1 @@
+"""Building blocks without clients: dicts of tensors, random numbers, settings, tasks."""

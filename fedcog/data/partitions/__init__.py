@@ -1,0 +1,1 @@
+"""Partitions: ways to split a training set among clients."""

@@ -1,0 +1,1 @@
+"""A federation of real machines on Flower: project files, certificates, apps."""

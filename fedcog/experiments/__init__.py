@@ -1,1 +1,0 @@
-"""What is run and written down: experiments, comparisons, records, reports, deployments."""

@@ -1,0 +1,284 @@
+"""The server loop: sample clients, broadcast, aggregate, evaluate, record."""
+
+import time
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedcog.algorithms import Algorithm
+from fedcog.core import tree
+from fedcog.core.timing import Stopwatch
+from fedcog.core.tree import Params, State
+from fedcog.engine.aggregation import is_finite
+from fedcog.engine.privacy import Privacy, max_participation
+from fedcog.federation.backend import (
+    Backend,
+    ClientFindings,
+    Diverged,
+    RoundRecord,
+    RoundRequest,
+    RoundResult,
+    Scorer,
+)
+from fedcog.federation.client_sampling import ClientSampling
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When clients are sampled, how the learning rate decays, and when models are evaluated.
+
+    Attributes:
+        rounds: Number of rounds.
+        sampling: Which clients take part in a round.
+        lr: Learning rate of the first round.
+        lr_decay: Factor on the learning rate after every round.
+        evaluate_every: Number of rounds between evaluations.
+        evaluate_local: Whether to evaluate local models too.
+        skip_diverged: Whether to leave clients out whose update is not finite, instead of stopping.
+    """
+
+    rounds: int
+    sampling: ClientSampling
+    lr: float
+    lr_decay: float
+    evaluate_every: int
+    evaluate_local: bool
+    skip_diverged: bool = False
+
+    def is_evaluated(self, round: int) -> bool:
+        """Return whether a round, from 0, is evaluated; the last one always is."""
+        return (round + 1) % self.evaluate_every == 0 or round + 1 == self.rounds
+
+    def lr_of(self, round: int) -> float:
+        """Return the learning rate of a round, from 0."""
+        return self.lr * self.lr_decay**round
+
+
+class FinishedRound(NamedTuple):
+    """A finished round.
+
+    Attributes:
+        record: What happened.
+        server: The server state after the round.
+        artifacts: What to save for the report.
+    """
+
+    record: RoundRecord
+    server: State
+    artifacts: Params
+
+
+class Server:
+    """The server of a federation.
+
+    Attributes:
+        state: The server state after the last finished round.
+        backend: Trains the clients; it may be replaced before a round.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        backend: Backend,
+        scorer: Scorer,
+        schedule: Schedule,
+        state: State,
+        privacy: Privacy | None = None,
+    ) -> None:
+        """Create a server.
+
+        Args:
+            algorithm: The algorithm.
+            backend: Trains the clients.
+            scorer: Evaluates the server's model.
+            schedule: When things happen.
+            state: The server state to start from.
+            privacy: Differential privacy of what clients send.
+        """
+        self.algorithm = algorithm
+        self.backend = backend
+        self.scorer = scorer
+        self.schedule = schedule
+        self.state = state
+        self.privacy = privacy
+        self._class_stats: Params | None = None
+
+    def run_round(self, round: int) -> FinishedRound:
+        """Run one round, from 0."""
+        request = self.start_round(round)
+        return self.finish_round(request, self.backend.run_round(request))
+
+    def start_round(self, round: int) -> RoundRequest:
+        """Sample the clients of a round, from 0, and decide what they receive."""
+        started = time.perf_counter()
+        stats_before = None
+        if self.schedule.is_evaluated(round) and self.schedule.evaluate_local:
+            if self._class_stats is None:
+                self._class_stats = tree.to_host(self.scorer.class_stats(self.state))
+            stats_before = self._class_stats["test"]
+        sampling = self.schedule.sampling
+        candidate_ids = sampling.candidates(round)
+        client_ids = candidate_ids
+        if sampling.loss_over != "nothing":
+            weights = self.algorithm.server_model(self.state)
+            losses = self.backend.client_losses(weights, candidate_ids, round, sampling.loss_over)
+            client_ids = sampling.choose(candidate_ids, losses)
+        return RoundRequest(
+            algorithm=self.algorithm,
+            round=round,
+            client_ids=client_ids,
+            candidate_ids=candidate_ids,
+            broadcast=self.algorithm.broadcast(self.state),
+            lr=self.schedule.lr_of(round),
+            stats_before=stats_before,
+            started=started,
+        )
+
+    def finish_round(self, request: RoundRequest, result: RoundResult) -> FinishedRound:
+        """Update the server state from the result of a round.
+
+        Args:
+            request: What the clients were asked.
+            result: What they returned.
+
+        Returns:
+            The record and the new server state.
+
+        Raises:
+            Diverged: If updates, or the new server state, are not finite.
+        """
+        stopwatch = Stopwatch(next(iter(tree.flatten(self.state).values())).device)
+        with torch.no_grad():
+            total = result.total
+            if self.privacy:
+                total = self.privacy.protect_sum(total, request.round)
+            draws = self.backend.server_draws(self.algorithm, request.round)
+            server = self.algorithm.server_update(self.state, total, draws)
+        stopwatch.lap("server")
+        is_evaluated = self.schedule.is_evaluated(request.round)
+        on_device: State = {
+            "finite": is_finite(server),
+            "readings": server.get("readings", {}),
+            "artifacts": result.artifacts,
+        }
+        if result.findings is not None:
+            on_device["findings"] = result.findings.to_tree()
+        if is_evaluated:
+            on_device["class_stats"] = self.scorer.class_stats(server)
+        on_host = tree.to_host(on_device)  # the only transfer from the device in a round
+        stopwatch.lap("evaluation")
+        findings = None
+        if result.findings is not None:
+            findings = ClientFindings.from_tree(on_host["findings"])
+        record = self._client_part(request, result, findings)
+        if not on_host["finite"]:
+            raise Diverged([], request.round)
+        self.state = server
+        self._class_stats = on_host.get("class_stats")
+        record.readings = {
+            name: float(value) for name, value in on_host.get("readings", {}).items()
+        }
+        if self.privacy:
+            record.privacy = self._privacy_budget(self.privacy, request.round + 1)
+        if self._class_stats is not None:
+            record.scores = self.scorer.scores(self._class_stats) | self._personal_score(record)
+        if is_evaluated:
+            record.seconds["evaluation"] += stopwatch.seconds()["evaluation"]
+        record.seconds["total"] = time.perf_counter() - request.started
+        return FinishedRound(record, server, on_host.get("artifacts", {}))
+
+    def _client_part(
+        self, request: RoundRequest, result: RoundResult, findings: ClientFindings | None
+    ) -> RoundRecord:
+        """Store the clients' states and record what is known of the clients."""
+        record = RoundRecord(
+            round=request.round + 1,
+            client_ids=request.client_ids,
+            candidate_ids=request.candidate_ids,
+            loss=result.mean_loss,
+            local=[{"client": client_id} for client_id in result.client_ids],
+            seconds={},
+            refused=result.refused,
+        )
+        if findings is not None:
+            record.skipped, record.forgot = self._check_finite(request, result, findings)
+            self.backend.keep_states(result, findings.all_finite.tolist())
+            record.loss = _weighted_loss(findings)
+            record.local = self._client_records(request, result, findings)
+        num_heard = max(len(request.client_ids) - len(record.skipped), 1)
+        bytes_down = tree.nbytes(request.broadcast)
+        bytes_up = _bytes_per_client(result.total, num_heard)
+        for row, client_id in enumerate(result.client_ids):
+            sizes: dict[str, float | int] = {"down": bytes_down, "up": bytes_up}
+            if client_id in result.traffic:
+                traffic = result.traffic[client_id]
+                sizes = {"down": traffic.received, "up": traffic.sent}
+            record.local[row] = sizes | record.local[row]
+        record.seconds = result.timings.seconds()
+        return record
+
+    def _check_finite(
+        self, request: RoundRequest, result: RoundResult, findings: ClientFindings
+    ) -> tuple[list[int], list[int]]:
+        """Return the clients whose update, and those whose state only, is not finite."""
+        update_finite = findings.update_finite.tolist()
+        all_finite = findings.all_finite.tolist()
+        rows = list(zip(result.client_ids, update_finite, all_finite, strict=True))
+        skipped = [client_id for client_id, finite, _ in rows if not finite]
+        not_finite = [client_id for client_id, _, finite in rows if not finite]
+        none_left = len(skipped) == len(result.client_ids)
+        if not_finite and (not self.schedule.skip_diverged or none_left):
+            raise Diverged(not_finite, request.round)
+        return skipped, sorted({*not_finite} - {*skipped})
+
+    def _client_records(
+        self, request: RoundRequest, result: RoundResult, findings: ClientFindings
+    ) -> list[dict[str, float | int]]:
+        """Record loss, distance and scores of every client."""
+        losses = findings.loss.tolist()
+        distances = findings.distance.tolist()
+        records: list[dict[str, float | int]] = []
+        for row, client_id in enumerate(result.client_ids):
+            record: dict[str, float | int] = {
+                "client": client_id,
+                "loss": losses[row],
+                "distance": distances[row],
+            }
+            is_evaluated = request.stats_before is not None and findings.class_stats is not None
+            if is_evaluated and bool(findings.all_finite[row]):
+                assert request.stats_before is not None
+                assert findings.class_stats is not None
+                record |= self.scorer.local_scores(
+                    findings.class_stats[row], request.stats_before, findings.class_counts[row]
+                )
+            records.append(record)
+        return records
+
+    def _personal_score(self, record: RoundRecord) -> dict[str, float]:
+        """Return the mean score of the clients' models on their own label mix."""
+        metric = self.scorer.metric
+        key = f"own_{metric}"
+        scores = [float(client[key]) for client in record.local if key in client]
+        return {f"personal_{metric}": sum(scores) / len(scores)} if scores else {}
+
+    def _privacy_budget(self, privacy: Privacy, num_rounds: int) -> dict[str, Any]:
+        """Return the privacy budget spent after some rounds."""
+        sampled = [self.schedule.sampling.candidates(round) for round in range(num_rounds)]
+        epsilon = privacy.epsilon(num_rounds, max_participation(sampled))
+        return {"epsilon": epsilon, "delta": privacy.delta, "simulated": privacy.simulated}
+
+
+def _weighted_loss(findings: ClientFindings) -> float:
+    """Return the mean loss of the clients with finite updates, by weight."""
+    finite = findings.update_finite
+    total_weight = torch.where(finite, findings.weight, 0).sum()
+    total_loss: Tensor = torch.where(finite, findings.loss * findings.weight, 0).sum()
+    return float(total_loss / total_weight)
+
+
+def _bytes_per_client(total: State, num_clients: int) -> int:
+    """Return the bytes that each client sent, given the sum and the stacked per-client parts."""
+    per_client = tree.nbytes(total.get("per_client", {}))
+    return tree.nbytes(total) - per_client + per_client // num_clients

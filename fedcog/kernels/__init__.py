@@ -1,1 +1,0 @@
-"""Kernels for a GPU, in Triton. Whoever uses them does without where there is no Triton."""

@@ -1,0 +1,1 @@
+"""Layers that compute many models at once, and the kernels behind them."""

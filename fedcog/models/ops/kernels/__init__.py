@@ -1,0 +1,1 @@
+"""Triton kernels, and how they are launched and compiled ahead of time."""

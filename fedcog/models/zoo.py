@@ -1,0 +1,166 @@
+"""The networks that are available by name.
+
+To add a network, write a function that builds it, and an entry in `MODELS`.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from fedcog.models.checks import ModelError
+from fedcog.models.resnet import resnet18, resnet18_gn
+
+
+def cnn(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """Two 5x5 convolutions and three linear layers: the paper's for Fashion-MNIST and CIFAR-10.
+
+    Args:
+        input_shape: Shape of one input, `(C, H, W)`.
+        num_classes: Number of classes.
+
+    Returns:
+        The network.
+
+    Raises:
+        ValueError: If the images are too small.
+    """
+    channels, height, width = input_shape
+    num_flat = 16 * _pooled_size(height, 5, 2) * _pooled_size(width, 5, 2)
+    return nn.Sequential(
+        nn.Conv2d(channels, 6, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(num_flat, 120),
+        nn.ReLU(),
+        nn.Linear(120, 84),
+        nn.ReLU(),
+        nn.Linear(84, num_classes),
+    )
+
+
+def cnn3(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """Three 3x3 convolutions and two linear layers: the paper's network for CIFAR-100.
+
+    Args:
+        input_shape: Shape of one input, `(C, H, W)`.
+        num_classes: Number of classes.
+
+    Returns:
+        The network.
+
+    Raises:
+        ValueError: If the images are too small.
+    """
+    channels, height, width = input_shape
+    num_flat = 64 * _pooled_size(height, 3, 3) * _pooled_size(width, 3, 3)
+    return nn.Sequential(
+        nn.Conv2d(channels, 16, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(num_flat, 128),
+        nn.ReLU(),
+        nn.Linear(128, num_classes),
+    )
+
+
+def small(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """A small convolutional network for 8x8 digits.
+
+    Args:
+        input_shape: Shape of one input, `(C, H, W)`.
+        num_classes: Number of classes.
+
+    Returns:
+        The network.
+    """
+    channels, height, width = input_shape
+    return nn.Sequential(
+        nn.Conv2d(channels, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16 * (height // 4) * (width // 4), 32),
+        nn.ReLU(),
+        nn.Linear(32, num_classes),
+    )
+
+
+def mlp(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    """One hidden layer of 128 units, for inputs of any shape.
+
+    Args:
+        input_shape: Shape of one input.
+        num_classes: Number of classes.
+
+    Returns:
+        The network.
+    """
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(math.prod(input_shape), 128),
+        nn.ReLU(),
+        nn.Linear(128, num_classes),
+    )
+
+
+def _pooled_size(size: int, kernel: int, times: int) -> int:
+    """Return the size of an image after unpadded convolutions, each followed by 2x2 pooling."""
+    for _ in range(times):
+        size = (size - kernel + 1) // 2
+    if size < 1:
+        raise ValueError("the images are too small for its convolutions")
+    return size
+
+
+MODELS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
+    "cnn": cnn,
+    "cnn3": cnn3,
+    "small": small,
+    "mlp": mlp,
+    "resnet18": resnet18,
+    "resnet18-gn": resnet18_gn,
+}
+"""The networks by name; the first line of a function's docstring describes the network to users."""
+
+
+def build(name: str, input_shape: tuple[int, ...], num_classes: int, seed: int) -> nn.Module:
+    """Build a network whose initial weights depend on the seed only.
+
+    Args:
+        name: Name of the network, in `MODELS`.
+        input_shape: Shape of one input.
+        num_classes: Number of classes.
+        seed: Seed of the initial weights.
+
+    Returns:
+        The network.
+
+    Raises:
+        ModelError: If the network does not fit the inputs.
+    """
+    try:
+        with torch.random.fork_rng(devices=[]):
+            # torch.manual_seed would also reseed the user's GPUs.
+            torch.default_generator.manual_seed(seed)
+            return MODELS[name](input_shape, num_classes)
+    except (RuntimeError, ValueError) as error:
+        raise ModelError(
+            f"model '{name}' cannot be built for inputs of shape {input_shape}: {error}. "
+            f"Choose another: {', '.join(other for other in MODELS if other != name)}."
+        ) from error

@@ -1,0 +1,5 @@
+"""The live dashboard: a read-only web page about runs in progress, served to this machine only."""
+
+from fedcog.report.dashboard.server import DashboardServer
+
+__all__ = ["DashboardServer"]

@@ -1,0 +1,1 @@
+"""One experiment carried out and recorded: configuration, setup, runner, run directory."""

@@ -1,0 +1,151 @@
+"""Composed algorithms by name: "fedprox+fedcog" is FedCOG around FedProx."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fedcog.algorithms import ALGORITHMS, Algorithm, RecordedAlgorithm, RecordedWrapper, Wrapper
+from fedcog.core import settings
+from fedcog.core.settings import ConfigError
+
+AlgorithmClasses = Mapping[str, type[Algorithm]]
+"""Algorithm classes by name."""
+
+
+def named_layers(algorithm: Algorithm) -> list[tuple[str, Algorithm]]:
+    """Return an algorithm and those inside it, outermost first, each with its name."""
+    names = {cls: name for name, cls in ALGORITHMS.items()}
+    return [
+        (layer.name, layer)
+        if isinstance(layer, RecordedAlgorithm | RecordedWrapper)
+        else (names.get(type(layer), type(layer).__name__), layer)
+        for layer in algorithm.layers
+    ]
+
+
+def algorithm_name(algorithm: Algorithm) -> str:
+    """Return the name of a composed algorithm, innermost first, such as fedprox+fedcog."""
+    return "+".join(reversed([name for name, _ in named_layers(algorithm)]))
+
+
+def layer_settings(layer: Algorithm) -> dict[str, Any]:
+    """Return the settings of one layer by name; an integer given for a float becomes a float."""
+    if isinstance(layer, RecordedAlgorithm | RecordedWrapper):
+        return dict(layer.recorded)
+    values = {}
+    for name, setting in settings.settings(type(layer)).items():
+        value = getattr(layer, name)
+        is_integer_for_float = setting.type is float and type(value) is int
+        values[name] = float(value) if is_integer_for_float else value
+    return values
+
+
+def make_algorithm(
+    name: str,
+    tables: Mapping[str, Any] | None = None,
+    known: AlgorithmClasses = ALGORITHMS,
+) -> Algorithm:
+    """Create a composed algorithm.
+
+    Args:
+        name: A base and the wrappers around it, such as "fedprox+fedcog". The name of a wrapper
+            alone wraps FedAvg.
+        tables: Settings by algorithm name.
+        known: Algorithm classes by name.
+
+    Returns:
+        The algorithm.
+
+    Raises:
+        ConfigError: If a name is unknown, a setting is invalid, or the order is wrong.
+
+    Example:
+        ```python
+        algorithm = fedcog.make_algorithm("fedprox+fedcog", {"fedprox": {"mu": 0.1}})
+        ```
+    """
+    tables = tables or {}
+    faults: list[str] = []
+    algorithm: Algorithm | None = None
+    for part in name.split("+"):
+        cls = known.get(part)
+        if cls is None:
+            faults.append(_unknown_algorithm(part, known))
+            continue
+        values, problems = read_table(part, tables, known)
+        faults += problems
+        if issubclass(cls, Wrapper):
+            algorithm = cls(inner=algorithm or Algorithm(), **values)
+        elif algorithm is None:
+            algorithm = cls(**values)
+        else:
+            wrappers = [key for key, one in known.items() if one.is_wrapper]
+            faults.append(
+                f"algorithm '{name}': '{part}' is not a wrapper, so it must come first; wrappers "
+                f"are {', '.join(wrappers)}."
+            )
+    if faults or algorithm is None:
+        raise ConfigError(faults)
+    return algorithm
+
+
+def make_recorded_algorithm(values: Mapping[str, Any], known: AlgorithmClasses) -> Algorithm:
+    """Create an algorithm from a run's record, with placeholders for unknown classes.
+
+    Args:
+        values: The recorded settings, with `"algorithm"` and a table per layer.
+        known: Algorithm classes by name.
+
+    Returns:
+        The algorithm.
+    """
+    algorithm = Algorithm()
+    for place, part in enumerate(str(values["algorithm"]).split("+")):
+        if part in known:
+            layer_values, _ = read_table(part, values, known)
+            cls = known[part]
+            if issubclass(cls, Wrapper):
+                algorithm = cls(inner=algorithm, **layer_values)
+            else:
+                algorithm = cls(**layer_values)
+            continue
+        table = values.get(part, {})
+        recorded = tuple(table.items()) if isinstance(table, Mapping) else ()
+        if place:
+            algorithm = RecordedWrapper(algorithm, part, recorded)
+        else:
+            algorithm = RecordedAlgorithm(part, recorded)
+    return algorithm
+
+
+def read_table(
+    name: str, tables: Mapping[str, Any], known: AlgorithmClasses
+) -> tuple[dict[str, Any], list[str]]:
+    """Check the settings of one algorithm.
+
+    Args:
+        name: The algorithm.
+        tables: Settings by algorithm name.
+        known: Algorithm classes by name.
+
+    Returns:
+        (valid settings, faults of the others).
+    """
+    table = tables.get(name, {})
+    if not isinstance(table, Mapping):
+        return {}, [
+            f"'{name}' holds the settings of an algorithm: write {name}.SETTING, or a table "
+            f"[{name}]."
+        ]
+    return settings.read(known[name], table, f"{name}.")
+
+
+def _unknown_algorithm(name: str, known: AlgorithmClasses) -> str:
+    """Describe an unknown algorithm; a settings file may not name code to run."""
+    if ".py:" in name:
+        return (
+            f"algorithm '{name}': a settings file cannot name code to run; name the file on the "
+            f"command line, --algorithm {name}."
+        )
+    if name.endswith(".py"):
+        return f"algorithm '{name}': name the class in the file too, {name}:Class."
+    return settings.unknown_name("algorithm", name, known)

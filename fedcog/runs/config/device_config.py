@@ -1,0 +1,167 @@
+"""Device types as text: 'phone: clients=6 local_steps=50 heterofl.width=0.5; server: clients=4'."""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from fedcog.algorithms import ALGORITHMS, Algorithm
+from fedcog.core import settings
+from fedcog.core.settings import Setting
+from fedcog.federation.device_types import DeviceType
+
+EXPERIMENT_SETTINGS = ("clients", "local_steps", "local_epochs")
+"""Settings of an experiment that a device type may change."""
+
+
+def without_algorithms(text: str, names: Collection[str]) -> str:
+    """Remove the settings of some algorithms from a text, for a comparison with others.
+
+    Args:
+        text: Device types.
+        names: Algorithms whose settings to remove.
+
+    Returns:
+        The text without them.
+    """
+    if not names:
+        return text
+    alternatives = "|".join(map(re.escape, names))
+    return re.sub(rf"\s({alternatives})\.\S+", "", text)
+
+
+def read_device_types(
+    text: str,
+    num_clients: int,
+    layers: Sequence[tuple[str, Algorithm]],
+    experiment_settings: Mapping[str, Setting],
+) -> tuple[list[DeviceType], list[str]]:
+    """Parse device types, separated by semicolons or line breaks.
+
+    Args:
+        text: Device types.
+        num_clients: Number of all clients.
+        layers: The layers of the algorithm with their names.
+        experiment_settings: The settings of an experiment by name.
+
+    Returns:
+        (device types, faults).
+    """
+    reader = _Reader(layers, experiment_settings)
+    text = re.sub(r"#.*", "", text).strip()
+    for part in filter(str.strip, re.split(r"[;\n]", text)):
+        reader.read_type(part)
+    devices = reader.devices
+    faults = reader.faults
+    if text and not devices and not faults:
+        faults.append(f"devices: '{text}' names no type; write phone: clients=6.")
+    names = [device.name for device in devices]
+    for name in {name for name in names if names.count(name) > 1}:
+        faults.append(f"devices: two types are called {name}.")
+    total = sum(device.num_clients for device in devices)
+    if devices and not faults and total != num_clients:
+        faults.append(
+            f"devices: the types have {total} clients, but there are {num_clients}: "
+            f"set --clients {total}."
+        )
+    return devices, faults
+
+
+class _Reader:
+    """Parses device types one by one, and collects all faults."""
+
+    def __init__(
+        self,
+        layers: Sequence[tuple[str, Algorithm]],
+        experiment_settings: Mapping[str, Setting],
+    ) -> None:
+        self.devices: list[DeviceType] = []
+        self.faults: list[str] = []
+        self._layers = layers
+        self._experiment_settings = experiment_settings
+        self._known = {name: experiment_settings[name] for name in EXPERIMENT_SETTINGS}
+        for name, layer in layers:
+            own = settings.settings(type(layer))
+            for key in layer.per_device_settings:
+                if key in own:
+                    self._known[f"{name}.{key}"] = own[key]
+
+    def read_type(self, text: str) -> None:
+        """Parse one type, such as 'phone: clients=6 local_steps=50'."""
+        name, colon, words = (piece.strip() for piece in text.partition(":"))
+        if not colon or not name or "=" in name:
+            self.faults.append(
+                f"devices: '{text.strip()}' must start with a name and a colon, as in "
+                "phone: clients=6."
+            )
+            return
+        values: dict[str, Any] = {}
+        for word in words.split():
+            self._read_setting(name, word, values)
+        if {"local_steps", "local_epochs"} <= values.keys():
+            self.faults.append(
+                f"devices, {name}: local_steps and local_epochs contradict each other: "
+                "remove one of them."
+            )
+        if "clients" not in values:
+            self.faults.append(f"devices, {name}: set the number of clients, as in clients=6.")
+            return
+        self.devices.append(
+            DeviceType(
+                name,
+                values["clients"],
+                values.get("local_steps"),
+                values.get("local_epochs"),
+                self._algorithm_changes(values),
+            )
+        )
+
+    def _read_setting(self, device: str, word: str, values: dict[str, Any]) -> None:
+        """Parse one setting, such as 'local_steps=50', into `values`."""
+        key, _, text = word.partition("=")
+        fault = self._key_fault(key, values)
+        if fault is None:
+            try:
+                values[key] = settings.parse(self._known[key], text)
+                problem = settings.fault(self._known[key], values[key])
+            except ValueError as error:
+                problem = str(error)
+            fault = f"{key} {problem}." if problem else None
+        if fault is not None:
+            self.faults.append(f"devices, {device}: {fault}")
+
+    def _key_fault(self, key: str, values: dict[str, Any]) -> str | None:
+        """Return why a device type cannot have this setting."""
+        if key in values:
+            return f"{key} is set twice."
+        if key in self._known:
+            return None
+        algorithm, _, setting = key.partition(".")
+        if key in self._experiment_settings or _is_common_setting(algorithm, setting):
+            return f"{key} is the same for all devices."
+        if algorithm in ALGORITHMS and algorithm not in dict(self._layers):
+            return f"{key} needs an algorithm with {algorithm}: add +{algorithm}, or remove it."
+        return settings.unknown_name("setting", key, self._known)
+
+    def _algorithm_changes(
+        self, values: Mapping[str, Any]
+    ) -> dict[type[Algorithm], dict[str, Any]]:
+        """Group the settings of algorithms by class."""
+        changes: dict[type[Algorithm], dict[str, Any]] = {}
+        for name, layer in self._layers:
+            prefix = f"{name}."
+            own = {
+                key.removeprefix(prefix): value
+                for key, value in values.items()
+                if key.startswith(prefix)
+            }
+            if own:
+                changes[type(layer)] = own
+        return changes
+
+
+def _is_common_setting(algorithm: str, setting: str) -> bool:
+    """Return whether an algorithm's setting must be the same on all devices."""
+    cls = ALGORITHMS.get(algorithm)
+    if cls is None or setting not in settings.settings(cls):
+        return False
+    return setting not in cls.per_device_settings

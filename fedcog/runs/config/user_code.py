@@ -1,0 +1,133 @@
+"""The user's own code: algorithms named on the command line as FILE.py:Class, and their source."""
+
+import contextlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+
+from torch import nn
+
+from fedcog.algorithms import ALGORITHMS, Algorithm
+from fedcog.core import settings
+from fedcog.core.settings import ConfigError
+from fedcog.runs.config.experiment import Experiment
+
+UserClasses = dict[str, type[Algorithm]]
+"""The user's algorithm classes by class name."""
+LIBRARY_PACKAGES = ("fedcog", "torch", "builtins", "abc", "typing")
+"""Packages whose source is not the user's."""
+
+
+def resolve(
+    text: str, known: Mapping[str, type[Algorithm]] = ALGORITHMS
+) -> tuple[str, UserClasses]:
+    """Load the files that an algorithm's name contains.
+
+    Args:
+        text: A name such as "mine.py:Mine+fedcog".
+        known: Algorithm classes by name.
+
+    Returns:
+        The name with class names only, and the loaded classes.
+
+    Raises:
+        ConfigError: If a file or class cannot be loaded.
+    """
+    names: list[str] = []
+    classes: UserClasses = {}
+    rest = text
+    while rest:
+        part = rest.split("+")[0]
+        match = None if part in known else re.match(r"(.+?\.py):(\w*)(?=\+|$)", rest)
+        if match:
+            cls = load_algorithm(Path(match[1]), match[2])
+            if classes.get(cls.__name__, cls) is not cls:
+                raise ConfigError(
+                    [f"two of your algorithms are called {cls.__name__}: rename one of them."]
+                )
+            classes[cls.__name__] = cls
+            names.append(cls.__name__)
+            part = match[0]
+        else:
+            names.append(part)
+        rest = rest[len(part) :].removeprefix("+")
+    return "+".join(names), classes
+
+
+def load_algorithm(path: Path, name: str) -> type[Algorithm]:
+    """Load an algorithm class from a Python file, which is executed.
+
+    Args:
+        path: A file that the user named on the command line.
+        name: Name of the class.
+
+    Returns:
+        The class.
+
+    Raises:
+        ConfigError: If the file or the class is missing or invalid.
+    """
+    module = _load_module(path)
+    cls = getattr(module, name, None)
+    if not (inspect.isclass(cls) and issubclass(cls, Algorithm)):
+        candidates = [
+            key
+            for key, value in vars(module).items()
+            if inspect.isclass(value)
+            and issubclass(value, Algorithm)
+            and value.__module__ == module.__name__
+        ]
+        hint = "it defines none; subclass fedcog.Algorithm"
+        if candidates:
+            hint = f"it defines {', '.join(candidates)}"
+        raise ConfigError([f"{path} has no algorithm called '{name}': {hint}."])
+    if faults := settings.check_class(cls, ignored={"inner"}):
+        raise ConfigError([f"{path}: {cls.__name__}: {fault}" for fault in faults])
+    if cls.__name__ in {*ALGORITHMS, *settings.settings(Experiment), "algorithm"}:
+        raise ConfigError([f"{path}: the name {cls.__name__} is taken: rename your algorithm."])
+    return cls
+
+
+def user_source(classes: Iterable[type]) -> str:
+    """Return the source of classes and their bases, as far as it is the user's and available."""
+    bases = dict.fromkeys(base for cls in classes for base in cls.__mro__)
+    source = ""
+    for base in bases:
+        if base.__module__.partition(".")[0] not in LIBRARY_PACKAGES:
+            with contextlib.suppress(OSError, TypeError):
+                source += inspect.getsource(base)
+    return source
+
+
+def describe_network(network: nn.Module | None) -> str:
+    """Return what identifies a network: its structure, and the user's source in it."""
+    if network is None:
+        return ""
+    return repr(network) + user_source(type(part) for part in network.modules())
+
+
+def _load_module(path: Path) -> ModuleType:
+    """Execute a Python file once per process."""
+    module_name = f"fedcog_own_{re.sub(r'[^0-9A-Za-z_]', '_', str(path.resolve()))}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ConfigError([f"there is no file {path}: write FILE.py:Class."])
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses look their module up
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)  # as for a script, which may import its neighbors, also later
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[module_name]
+        sys.path.remove(folder)
+        if not isinstance(error, Exception | SystemExit):
+            raise
+        raise ConfigError([f"{path} failed: {type(error).__name__}: {error}."]) from error
+    return module

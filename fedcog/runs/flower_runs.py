@@ -1,0 +1,196 @@
+"""Runs on Flower's simulation engine, and checks of what Flower nodes can do."""
+
+import functools
+import json
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from fedcog.core.settings import ConfigError
+from fedcog.core.tree import State
+from fedcog.federation import secure_aggregation
+from fedcog.runs.config.composition import algorithm_name, named_layers
+from fedcog.runs.config.experiment import Experiment, read_experiment
+from fedcog.runs.environment import torch_settings
+from fedcog.runs.records.recorded_run import Run
+from fedcog.runs.setup import ExperimentSetup, clients_per_round
+
+if TYPE_CHECKING:
+    from fedcog.federation.flower_messages import NodeSetup
+    from fedcog.federation.flower_server import FlowerBackend
+    from fedcog.runs.runner import Runner
+
+MIN_SECURE_CLIENTS = 3
+MAX_SECURE_CLIENTS = 2**16
+
+
+def uses_flower(experiment: Experiment) -> bool:
+    """Return whether clients are Flower nodes; secure aggregation needs them too."""
+    return experiment.backend == "flower" or experiment.secure_aggregation
+
+
+def check_flower(experiment: Experiment) -> None:
+    """Check that an experiment can run on Flower's simulation engine.
+
+    Raises:
+        ConfigError: If it cannot; it lists all problems at once.
+    """
+    faults = node_faults(experiment)
+    generator = experiment.algorithm.generator_config.kind
+    if "custom" in (experiment.dataset, experiment.model, generator):
+        faults.append(
+            "Flower nodes do not receive your own data or networks yet: set --backend simulator."
+        )
+    for name, layer in named_layers(experiment.algorithm):
+        if not type(layer).__module__.startswith("fedcog."):
+            faults.append(
+                f"{name} is your own algorithm, which is unknown to Flower nodes: set --backend "
+                "simulator."
+            )
+    try:
+        from fedcog.federation import flower_server  # noqa: F401
+    except ImportError:
+        faults.append("--backend flower needs Flower: pip install 'fedcog[flower]'.")
+    if any(letter.isspace() for letter in sys.executable):  # the run would wait for ever
+        faults.append(
+            "Flower's simulation engine uses Ray, which cannot start Python from a path with a "
+            f"space, such as {sys.executable}: install fedcog elsewhere, or set --backend "
+            "simulator."
+        )
+    if faults:
+        raise ConfigError(faults)
+
+
+def deployment_faults(experiment: Experiment, has_own_data: bool) -> list[str]:
+    """Return what prevents a deployment.
+
+    Args:
+        experiment: The experiment.
+        has_own_data: Whether nodes have their own data.
+
+    Returns:
+        The problems found.
+    """
+    faults = node_faults(experiment)
+    weights_by_examples = experiment.privacy == "off" and experiment.weights != "uniform"
+    if has_own_data and weights_by_examples and not experiment.weight_cap:
+        faults.append(
+            "clients are weighted by their number of examples, but the largest number is unknown: "
+            "set --weight-cap, the number from which on a client has full weight, or --weights "
+            "uniform."
+        )
+    if experiment.pretrained_generator or experiment.algorithm.generator_config.kind == "custom":
+        faults.append(
+            "nodes receive the model but no generator: set --fedcog.generator conv, which starts "
+            "anew, and no --pretrained-generator."
+        )
+    if experiment.checkpoint_every != 1:
+        faults.append("nodes store their last round only: set --checkpoint-every 1.")
+    return faults
+
+
+def node_faults(experiment: Experiment) -> list[str]:
+    """Return what prevents clients from being Flower nodes, and secure aggregation."""
+    faults = []
+    if not experiment.secure_aggregation:
+        if experiment.selection != "uniform":
+            faults.append(
+                "power-of-choice needs the clients' losses, which nodes do not report: set "
+                "--selection uniform."
+            )
+        return faults
+    if experiment.algorithm.uplink != "sum":
+        faults.append(
+            f"{algorithm_name(experiment.algorithm)} needs every client's payload, but secure "
+            "aggregation reveals only the sum: choose an algorithm whose uplink is a sum (fedcog "
+            "list algorithms)."
+        )
+    if experiment.selection != "uniform":
+        faults.append(
+            "power-of-choice needs every client's loss in clear, but secure aggregation reveals "
+            "only the sum: set --selection uniform."
+        )
+    count = clients_per_round(experiment, experiment.clients)
+    if not MIN_SECURE_CLIENTS <= count <= MAX_SECURE_CLIENTS:
+        faults.append(
+            f"secure aggregation needs {MIN_SECURE_CLIENTS} to {MAX_SECURE_CLIENTS} clients per "
+            f"round, not {count}: of two, each would learn the other's payload, and with more, "
+            "sums would be too coarse. Set --clients or --participation."
+        )
+    return faults
+
+
+def run_on_flower(runner: "Runner") -> Run:
+    """Complete a run with clients as nodes of Flower's simulation engine.
+
+    Raises:
+        Diverged: If training diverged.
+        Interrupted: If the run was asked to stop.
+    """
+    from fedcog.federation import flower_messages, flower_server
+
+    if runner.is_done:
+        return runner.result()
+    experiment = runner.experiment
+    setup = flower_messages.NodeSetup(
+        runner.setup.simulator, experiment.algorithm, secure_scale(experiment)
+    )
+    check_payload_bounds(setup, experiment.algorithm.broadcast(runner.setup.server_state))
+    outcomes: list[Run | BaseException] = []
+
+    def serve(backend: "FlowerBackend") -> None:  # runs in a thread of Flower's
+        with torch_settings(experiment):
+            runner.server.backend = backend
+            try:
+                outcomes.append(runner.run())
+            except BaseException as error:
+                outcomes.append(error)
+
+    settings = json.dumps(experiment.to_dict())
+    flower_server.simulate(serve, setup, functools.partial(set_up_node, settings))
+    if not outcomes:
+        raise RuntimeError(
+            "Flower's simulation engine ended before the run did: its log has more information."
+        )
+    outcome = outcomes[0]
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
+
+
+def check_payload_bounds(setup: "NodeSetup", broadcast: State) -> None:
+    """Check that the algorithm declares bounds for all of its payload.
+
+    Args:
+        setup: The experiment.
+        broadcast: What the server sends.
+
+    Raises:
+        ConfigError: If secure aggregation is on and a bound is missing.
+    """
+    if not setup.secure_scale:
+        return
+    template = setup.simulator.answer_template(setup.algorithm, broadcast)["total"]
+    missing = secure_aggregation.undeclared_parts(template, setup.algorithm.payload_bounds)
+    if missing:
+        name = algorithm_name(setup.algorithm)
+        raise ConfigError([f"{name}.payload_bounds has no bound for '{part}'." for part in missing])
+
+
+def secure_scale(experiment: Experiment) -> float:
+    """Return the factor on the bounds of secure aggregation; 0 if it is off."""
+    return experiment.secure_scale if experiment.secure_aggregation else 0.0
+
+
+@functools.lru_cache(maxsize=1)
+def set_up_node(settings: str) -> "NodeSetup":
+    """Set an experiment, given as JSON, up in a node's process, on one thread."""
+    from fedcog.federation.flower_messages import NodeSetup
+
+    torch.set_num_threads(1)
+    experiment = read_experiment(json.loads(settings))
+    experiment = replace(experiment, mapping="loop", workers=1, threads=1)
+    setup = ExperimentSetup(experiment)
+    return NodeSetup(setup.simulator, experiment.algorithm, secure_scale(experiment))

@@ -1,0 +1,192 @@
+"""Recorded runs: their rounds and scores, and the trained model."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedcog.algorithms import Algorithm
+from fedcog.core.tasks import Metric, metric_of
+from fedcog.models.zoo import MODELS, build
+from fedcog.runs.config.composition import algorithm_name
+from fedcog.runs.config.experiment import Experiment
+from fedcog.runs.records.checkpoint import Checkpoint
+from fedcog.runs.records.run_directory import RecordError, RunDirectory
+from fedcog.runs.setup import check_runnable, make_privacy
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Run:
+    """A recorded run.
+
+    Attributes:
+        path: The run directory.
+        experiment: The experiment.
+        lines: One dict per round, as in `rounds.jsonl`.
+        diverged: Why training stopped early; empty if it did not.
+    """
+
+    path: Path
+    experiment: Experiment
+    lines: list[dict[str, Any]]
+    diverged: str = ""
+
+    def __repr__(self) -> str:
+        scores = f", last {self.last:.4f}, best {self.best:.4f}" if self.scores else ""
+        name = algorithm_name(self.experiment.algorithm)
+        return f"Run({str(self.path)!r}, {name}, {len(self.lines)} rounds{scores})"
+
+    @property
+    def metric(self) -> Metric:
+        """The main metric: accuracy, or micro F1 if examples have several labels."""
+        names = (metric_of(line) for line in self.lines)
+        lines = zip(names, self.lines, strict=False)
+        return next((name for name, line in lines if name in line), "accuracy")
+
+    @property
+    def scores(self) -> list[tuple[int, float]]:
+        """(round, score on the test set) of every evaluated round; rounds count from 1."""
+        name = self.metric
+        return [(line["round"], line[name]) for line in self.lines if line.get(name) is not None]
+
+    @property
+    def last(self) -> float:
+        """The score on the test set after the last round."""
+        return self.scores[-1][1]
+
+    @property
+    def best(self) -> float:
+        """The highest score of any round: what papers report, and an optimistic number."""
+        return max(score for _, score in self.scores)
+
+    @property
+    def personal(self) -> list[float]:
+        """Scores of the clients' own models on their own label mix, averaged over clients.
+
+        For a personalized algorithm these are the personal models; for others the local models
+        before aggregation, that is the fine-tuned global model.
+        """
+        name = f"personal_{self.metric}"
+        return [line[name] for line in self.lines if line.get(name) is not None]
+
+    @property
+    def privacy(self) -> str:
+        """The privacy budget spent, in words; empty without differential privacy."""
+        spent = self.lines[-1].get("privacy") if self.lines else None
+        if not isinstance(spent, dict):
+            return ""
+        is_simulated = bool(spent.get("simulated", True))
+        privacy = make_privacy(self.experiment, self.experiment.clients, is_simulated)
+        if privacy is None:
+            return ""
+        epsilon = "infinite" if spent.get("epsilon") is None else f"{spent['epsilon']:.3g}"
+        kind = "privacy"
+        if privacy.simulated:
+            kind = "simulated privacy (its noise comes from the seed)"
+        return (
+            f"{kind}: epsilon {epsilon} at delta {privacy.delta:g} after {len(self.lines)} rounds, "
+            f"{privacy.where} ({privacy.neighboring}); clipping norm {privacy.clip:g}, noise "
+            f"multiplier {privacy.noise:g}"
+        )
+
+
+def read(path: str | Path) -> Run:
+    """Read a recorded run, finished or not.
+
+    Raises:
+        RecordError: If there is no run, or its record is damaged.
+    """
+    directory = RunDirectory(path)
+    return Run(directory.path, directory.experiment(), directory.lines(), directory.failure())
+
+
+def load(
+    path: str | Path, model: nn.Module | None = None, algorithm: Algorithm | None = None
+) -> nn.Module:
+    """Load the trained global model of a run.
+
+    Args:
+        path: The run directory.
+        model: Your network, if the run trained one of yours.
+        algorithm: Your algorithm, if the run used one of yours.
+
+    Returns:
+        The network in evaluation mode. It takes normalized inputs, as in training; `export` with
+        format "onnx" makes one that takes bytes.
+
+    Raises:
+        RecordError: If the run has no checkpoint, or the network does not fit it.
+    """
+    return load_with_checkpoint(RunDirectory(path), model, algorithm)[0]
+
+
+def load_with_checkpoint(
+    directory: RunDirectory, model: nn.Module | None = None, algorithm: Algorithm | None = None
+) -> tuple[nn.Module, Checkpoint]:
+    """Load the trained global model of a run, and the checkpoint that it is from.
+
+    Args:
+        directory: The run directory.
+        model: Your network, if the run trained one of yours.
+        algorithm: Your algorithm, if the run used one of yours.
+
+    Returns:
+        The network in evaluation mode, and the checkpoint.
+
+    Raises:
+        RecordError: If the run has no checkpoint, or the network does not fit it.
+    """
+    path = directory.path
+    experiment = directory.experiment()
+    checkpoint = directory.load()
+    if checkpoint is None:
+        raise RecordError(
+            f"the run in {path} has no checkpoint yet: wait for its first, or continue it."
+        )
+    if model is None:
+        model = _build_network(path, experiment, checkpoint)
+    if algorithm is None and (faults := check_runnable(experiment)):
+        raise RecordError(
+            f"{faults[0].partition(':')[0]}: pass it with fedcog.load({str(path)!r}, "
+            "algorithm=...), or to fedcog.export."
+        )
+    weights = (algorithm or experiment.algorithm).server_model(checkpoint.server)
+    model = model.to(torch.float64 if experiment.precision == "float64" else torch.float32)
+    targets = dict(model.named_parameters()) | dict(model.named_buffers())
+    trainable = {name for name, value in model.named_parameters() if value.requires_grad}
+    if not trainable <= weights.keys() <= targets.keys():
+        raise RecordError(
+            f"this network is not the one that the run in {path} trained: its parameters have "
+            "other names."
+        )
+    for name, value in weights.items():
+        if targets[name].shape != value.shape:
+            raise RecordError(
+                f"this network is not the one that the run in {path} trained: '{name}' has another "
+                "shape."
+            )
+        with torch.no_grad():
+            targets[name].copy_(value)
+    return model.eval(), checkpoint
+
+
+def _build_network(path: Path, experiment: Experiment, checkpoint: Checkpoint) -> nn.Module:
+    """Build the network that a checkpoint names."""
+    try:
+        name = checkpoint.info["model"]
+        shape = checkpoint.info["input_shape"]
+        num_classes = checkpoint.info["classes"]
+        if name not in (*MODELS, "custom"):
+            raise KeyError(name)
+    except (KeyError, TypeError) as error:
+        raise RecordError(
+            f"{path / 'checkpoint.safetensors'} names no network that is known here."
+        ) from error
+    if name == "custom":
+        raise RecordError(
+            f"the run in {path} trained your own network: pass it with "
+            f"fedcog.load({str(path)!r}, model=YourNetwork()), or to fedcog.export."
+        )
+    return build(name, tuple(shape), num_classes, experiment.seed)

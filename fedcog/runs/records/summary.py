@@ -1,0 +1,151 @@
+"""Summaries of several runs: groups that differ in seed only, with mean and standard deviation."""
+
+import statistics
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from fedcog.core.tasks import METRIC_LABELS, Metric
+from fedcog.runs.config.composition import algorithm_name
+from fedcog.runs.config.experiment import Experiment, free_settings
+from fedcog.runs.records.recorded_run import Run
+
+COLUMNS = ("algorithm", "last", "best", "personal last", "personal best", "seeds", "rounds")
+
+
+class Spread(NamedTuple):
+    """Mean over seeds, and sample standard deviation if there are at least two.
+
+    Attributes:
+        mean: The mean.
+        deviation: The sample standard deviation; None for a single value.
+        number: Number of values.
+    """
+
+    mean: float
+    deviation: float | None
+    number: int
+
+    def percent(self) -> str:
+        """Return the text in percent, such as 61.25 ± 0.30."""
+        text = f"{100 * self.mean:.2f}"
+        return text if self.deviation is None else f"{text} ± {100 * self.deviation:.2f}"
+
+
+class Group(NamedTuple):
+    """Runs of one experiment that differ in seed only.
+
+    Attributes:
+        label: The algorithm's name, and the settings that differ between groups.
+        runs: The runs.
+    """
+
+    label: str
+    runs: list[Run]
+
+    @property
+    def last(self) -> Spread:
+        """The score on the test set after the last round."""
+        return spread([run.last for run in self.runs])
+
+    @property
+    def best(self) -> Spread:
+        """The highest score of any round."""
+        return spread([run.best for run in self.runs])
+
+    @property
+    def personal(self) -> tuple[Spread, Spread] | None:
+        """Last and best score of the clients' own models on their own label mix, if measured."""
+        if not all(run.personal for run in self.runs):
+            return None
+        last = spread([run.personal[-1] for run in self.runs])
+        best = spread([max(run.personal) for run in self.runs])
+        return last, best
+
+
+def rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+    """Return a row of COLUMNS for every group of runs; scores in percent."""
+    return [row(one) for one in group([run for run in runs if run.scores or run.diverged])]
+
+
+def row(group: Group) -> tuple[str, ...]:
+    """Return the row of one group."""
+    last = ""
+    best = ""
+    if all(run.scores for run in group.runs):
+        last = group.last.percent()
+        best = group.best.percent()
+    personal = [spread.percent() for spread in group.personal] if group.personal else ["", ""]
+    num_rounds = sorted({len(run.lines) for run in group.runs})
+    rounds = "-".join(str(number) for number in dict.fromkeys((num_rounds[0], num_rounds[-1])))
+    if num_diverged := sum(bool(run.diverged) for run in group.runs):
+        rounds += f", {num_diverged} diverged"
+    return group.label, last, best, *personal, str(len(group.runs)), rounds
+
+
+def markdown(runs: Sequence[Run]) -> str:
+    """Return the rows as a Markdown table."""
+    lines = [COLUMNS, ("---",) * len(COLUMNS), *rows(runs)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Return mean and sample standard deviation."""
+    deviation = statistics.stdev(values) if len(values) > 1 else None
+    return Spread(statistics.fmean(values), deviation, len(values))
+
+
+def group(runs: Sequence[Run]) -> list[Group]:
+    """Group runs by experiment and metric, in order of appearance.
+
+    Example:
+        ```python
+        for group in fedcog.group(runs):
+            print(group.label, group.last.percent())
+        ```
+    """
+    unique = {run.path: run for run in runs}.values()
+    keyed = [(repr(_without_seed(run.experiment)), run) for run in unique]
+    metrics = {key: run.metric for key, run in keyed if run.scores}
+    members: dict[tuple[str, Metric], list[Run]] = {}
+    for key, run in keyed:
+        metric = run.metric if run.scores else metrics.get(key, run.metric)
+        members.setdefault((key, metric), []).append(run)
+    names = labels([group_runs[0].experiment for group_runs in members.values()])
+    if len({metric for _, metric in members}) > 1:
+        names = [
+            f"{name}, {METRIC_LABELS[metric]}"
+            for name, (_, metric) in zip(names, members, strict=True)
+        ]
+    return [Group(name, own) for name, own in zip(names, members.values(), strict=True)]
+
+
+def labels(experiments: Sequence[Experiment]) -> list[str]:
+    """Return labels: the algorithm's name, and the settings that differ between experiments."""
+    settings = [flatten_settings(_without_seed(experiment)) for experiment in experiments]
+    names = {name for own in settings for name in own} - {"algorithm"}
+    varying = sorted(
+        name for name in names if len({repr(own[name]) for own in settings if name in own}) > 1
+    )
+    found = []
+    for experiment, own in zip(experiments, settings, strict=True):
+        values = ", ".join(f"{name} {own[name]}" for name in varying if name in own)
+        label = algorithm_name(experiment.algorithm)
+        found.append(f"{label} ({values})" if values else label)
+    return found
+
+
+def flatten_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings in one dict; an algorithm's as ALGORITHM.SETTING."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            flat |= {f"{name}.{key}": inner for key, inner in value.items()}
+        else:
+            flat[name] = value
+    return flat
+
+
+def _without_seed(experiment: Experiment) -> dict[str, Any]:
+    """Return the settings that decide the results and the number of rounds, without the seed."""
+    ignored = free_settings() - {"rounds"} | {"seed"}
+    return {name: value for name, value in experiment.to_dict().items() if name not in ignored}

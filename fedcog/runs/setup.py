@@ -1,0 +1,577 @@
+"""The setup of an experiment: data split among clients, network built, device found."""
+
+import functools
+import hashlib
+import importlib.util
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fedcog.core.integers import round_half_up
+from fedcog.core.optimizers import Optimizer
+from fedcog.core.settings import ConfigError
+from fedcog.core.tasks import make_task
+from fedcog.core.tree import Params
+from fedcog.data import DataError, Dataset, FederatedData, registry, shifts
+from fedcog.data.partitions import schemes
+from fedcog.engine import cuda_graphs
+from fedcog.engine.cohort import Cohort, CohortConfig, Mapping
+from fedcog.engine.privacy import Privacy
+from fedcog.federation.client_sampling import ClientSampling, PowerOfChoice, Uniform
+from fedcog.federation.server import Schedule, Server
+from fedcog.federation.simulator import LocalWorkload, Simulator, WeightRule
+from fedcog.models.checks import TOKENS_HINT
+from fedcog.models.functional import Model
+from fedcog.models.zoo import build
+from fedcog.runs.config.composition import algorithm_name, named_layers
+from fedcog.runs.config.experiment import Experiment
+from fedcog.runs.config.user_code import describe_network, user_source
+from fedcog.runs.environment import find_device, num_workers
+from fedcog.runs.pretrained import load_pretrained, prepare_generator
+from fedcog.runs.scoring import ModelScorer
+
+MAX_VMAP_FLOPS = 10**7
+"""CPU: rounds with fewer floating-point operations per client train all clients at once."""
+NUM_SAMPLE_IMAGES = 8
+"""Number of real images per class that a report shows."""
+AUTO_MODELS = {
+    "digits": "small",
+    "fashion-mnist": "cnn",
+    "cifar10": "cnn",
+    "cifar100": "cnn3",
+    "digit-mosaics": "small",
+    "mosaics": "resnet18",
+    "flair": "resnet18",
+}
+"""The network of `model = "auto"`, by data set."""
+
+
+class UserObjects(NamedTuple):
+    """Objects that the user passes from Python instead of names.
+
+    Attributes:
+        data: Data set.
+        model: Network.
+        generator: Generator network, for FedCOG(generator="custom").
+        preloaded: The data set that the experiment names, if it is already loaded.
+    """
+
+    data: Dataset | None = None
+    model: nn.Module | None = None
+    generator: nn.Module | None = None
+    preloaded: Dataset | None = None
+
+
+class RemoteClients(NamedTuple):
+    """A real federation, in which most data are elsewhere.
+
+    Attributes:
+        indices: The clients' examples that are here, by client id; None if all are here.
+    """
+
+    indices: dict[int, Tensor] | None = None
+
+
+class ExperimentSetup:
+    """An experiment with data, network and backend in place, ready for round 1.
+
+    Attributes:
+        experiment: The experiment.
+        device: Where it computes.
+        dataset: The data set, after shifts and label noise.
+        indices: Training examples of each client.
+        data: The federated data set on the device.
+        model_name: Name of the network; "custom" if it is the user's.
+        model: The network.
+        task: What a label means.
+        privacy: Differential privacy of what clients send.
+        simulator: Trains clients here; other backends use it too.
+        scorer: Evaluates models.
+        schedule: When things happen.
+        server_state: The server state before the next round.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        objects: UserObjects | None = None,
+        remote: RemoteClients | None = None,
+    ) -> None:
+        """Set an experiment up.
+
+        Args:
+            experiment: The experiment.
+            objects: Objects of the user, instead of what the experiment names.
+            remote: Given if clients are remote, and where their examples are.
+
+        Raises:
+            ConfigError: If settings, data and network do not fit together.
+        """
+        objects = objects or UserObjects()
+        self.experiment = experiment
+        self.device = self._find_device()
+        _check_objects(experiment, objects)
+        self._set_up_data(objects, remote)
+        self._set_up_model(objects)
+        self.task = make_task(len(self.dataset.classes), self.dataset.multi_label)
+        if self.task.multi_label and (faults := single_label_faults(experiment)):
+            raise ConfigError(faults)
+        self.privacy = make_privacy(experiment, self.data.num_clients, simulated=remote is None)
+        if self.privacy and importlib.util.find_spec("dp_accounting") is None:
+            raise ConfigError(["privacy needs an accountant: pip install 'fedcog[privacy]'."])
+        self.simulator = Simulator(self._make_cohort(), self._workload())
+        self.scorer = ModelScorer(experiment.algorithm, self.simulator, experiment.evaluate_test)
+        self.schedule = make_schedule(experiment, self.data.sizes.tolist())
+        self._check_model()
+        self.server_state = self.simulator.init_server(experiment.algorithm)
+
+    def make_server(self) -> Server:
+        """Create the server, with the simulator as its backend."""
+        return Server(
+            self.experiment.algorithm,
+            self.simulator,
+            self.scorer,
+            self.schedule,
+            self.server_state,
+            self.privacy,
+        )
+
+    @functools.cached_property
+    def checkpoint_info(self) -> dict[str, Any]:
+        """What a checkpoint belongs to: a run resumes only if all of it is the same."""
+        return {
+            "experiment": self.experiment.identity,
+            "data": self._data_fingerprint(),
+            "model": self.model_name,
+            "network": hashlib.sha256(self._network_text.encode()).hexdigest()[:16],
+            "code": hashlib.sha256(self._algorithm_source().encode()).hexdigest()[:16],
+            "input_shape": list(self.model.input_shape),
+            "classes": self.model.num_classes,
+        }
+
+    def federation_record(self) -> tuple[Params, dict[str, Any]]:
+        """Return what `federation.safetensors` holds: counts per client, some real images."""
+        tensors = {"counts": self.simulator.class_counts.cpu()}
+        images = self.dataset.train_x
+        if images.dtype == torch.uint8 and images.dim() == 4:
+            labels = self.dataset.train_y
+            if self.dataset.multi_label:
+                rows = list(labels.T)
+            else:
+                rows = [labels == label for label in range(self.model.num_classes)]
+            samples = [torch.nonzero(row)[:NUM_SAMPLE_IMAGES, 0] for row in rows]
+            tensors["real_images"] = images[torch.cat(samples)]
+            tensors["real_labels"] = torch.cat(
+                [torch.full_like(own, label) for label, own in enumerate(samples)]
+            )
+        return tensors, {
+            "dataset": self.dataset.name,
+            "classes": list(self.dataset.classes),
+            "several": self.dataset.multi_label,
+            "mean": list(self.dataset.mean),
+            "std": list(self.dataset.std),
+            "test_examples": len(self.dataset.test_y),
+            "parameters": sum(value.numel() for value in self.model.params.values()),
+            "model": self.model_name,
+        }
+
+    def displayable(self, artifacts: Params) -> Params:
+        """Return artifacts with normalized inputs turned back into images."""
+        return {
+            name: self.data.to_images(value) if name == "images" else value
+            for name, value in artifacts.items()
+        }
+
+    def _find_device(self) -> torch.device:
+        device = find_device(self.experiment.device)
+        mapping = self.experiment.mapping
+        if mapping == "graph" and device.type != "cuda":
+            raise ConfigError(
+                [
+                    "mapping 'graph' records CUDA graphs, but this run would use "
+                    f"'{device}': set --mapping auto."
+                ]
+            )
+        if device.type == "cuda" and mapping in ("auto", "graph"):
+            cuda_graphs.preload_compiler()
+        return device
+
+    def _set_up_data(self, objects: UserObjects, remote: RemoteClients | None) -> None:
+        """Load the data set, split it among clients, and copy it to the device."""
+        experiment = self.experiment
+        dataset = objects.data if objects.data is not None else objects.preloaded
+        if dataset is None:
+            dataset = registry.load(experiment.dataset, experiment.data_dir or None)
+        if remote is None or remote.indices is None:
+            self.indices = split_dataset(experiment, dataset)
+        else:
+            nothing = torch.empty(0, dtype=torch.int64)
+            self.indices = [
+                remote.indices.get(client_id, nothing) for client_id in range(experiment.clients)
+            ]
+        self.dataset = apply_shifts(experiment, dataset, self.indices)
+        augment = {"auto": self.dataset.augment, "on": True, "off": False}[experiment.augment]
+        is_images = self.dataset.train_x.dim() == 4 and self.dataset.train_x.dtype == torch.uint8
+        if augment and not is_images:
+            raise ConfigError(
+                ["augment is on, but only images (uint8) can be augmented: set --augment off."]
+            )
+        self.data = FederatedData(
+            self.dataset,
+            self.indices,
+            seed=experiment.seed,
+            validation=experiment.validation,
+            augment=augment,
+            device=self.device,
+            dtype=torch.float64 if experiment.precision == "float64" else torch.float32,
+        )
+        if not (experiment.evaluate_test or remote is not None or len(self.data.validation)):
+            raise ConfigError(
+                [
+                    "no client has enough examples to hold one out for validation: raise "
+                    f"--validation above {experiment.validation:g}."
+                ]
+            )
+
+    def _set_up_model(self, objects: UserObjects) -> None:
+        """Build the network, load pretrained weights, and move it to the device."""
+        experiment = self.experiment
+        shape = self.dataset.input_shape
+        num_classes = len(self.dataset.classes)
+        module = objects.model
+        self.model_name = "custom"
+        if module is None:
+            self.model_name = resolve_model_name(experiment, shape)
+            module = build(self.model_name, shape, num_classes, experiment.seed)
+        self._network_text = describe_network(module)
+        if experiment.pretrained:
+            module, digest = load_pretrained(module, experiment.pretrained, num_classes)
+            self._network_text += digest
+        config = experiment.algorithm.generator_config
+        if objects.generator is not None and config.kind != "custom":
+            raise ConfigError(
+                [
+                    "your own generator needs FedCOG(generator='custom'): set it, or pass no "
+                    "generator."
+                ]
+            )
+        generator, description = prepare_generator(
+            config, objects.generator, experiment.pretrained_generator, shape
+        )
+        self._network_text += description
+        model = Model(module, shape, num_classes, experiment.batch_size, generator)
+        self.model = model.to(self.device, getattr(torch, experiment.precision))
+
+    def _make_cohort(self) -> Cohort:
+        experiment = self.experiment
+        mapping, num_threads = self._choose_mapping()
+        config = CohortConfig(
+            batch_size=experiment.batch_size,
+            grad_clip=experiment.grad_clip,
+            mapping=mapping,
+            num_workers=num_workers(experiment.workers) if self.device.type == "cpu" else 1,
+            num_threads=num_threads,
+        )
+        optimizer = Optimizer(experiment.optimizer, experiment.momentum, experiment.weight_decay)
+        return Cohort(self.model, self.task, self.data, optimizer, config, self.privacy)
+
+    def _workload(self) -> LocalWorkload:
+        experiment = self.experiment
+        weights: WeightRule = "examples"
+        if experiment.weights != "auto":
+            weights = experiment.weights
+        elif self.privacy or experiment.selection == "power-of-choice":
+            weights = "uniform"
+        return LocalWorkload(
+            local_steps=experiment.local_steps,
+            local_epochs=experiment.local_epochs,
+            weights=weights,
+            weight_cap=experiment.weight_cap,
+            device_types=experiment.device_types,
+        )
+
+    def _choose_mapping(self) -> tuple[Mapping, int]:
+        """Return how clients train, and on how many threads; 0 means all.
+
+        A CPU trains one client after another. Rounds so short that distributing clients would cost
+        more than training them train all clients at once on one thread, if network and algorithms
+        are built-in and so known to work with vmap.
+        """
+        experiment = self.experiment
+        if experiment.mapping != "auto":
+            return experiment.mapping, 0
+        if self.device.type == "cuda":
+            return "graph", 0
+        uses_custom = "custom" in (
+            self.model_name,
+            experiment.algorithm.generator_config.kind,
+        )
+        if uses_custom or not is_built_in(experiment):
+            return "loop", 0
+        num_steps = experiment.local_steps
+        if experiment.local_epochs:
+            num_examples = int(self.data.sizes.max())
+            num_steps = int(experiment.local_epochs * num_examples / experiment.batch_size) + 1
+        flops = self.model.flops_per_example * experiment.batch_size * num_steps
+        return ("vmap", 1) if flops <= MAX_VMAP_FLOPS else ("loop", 0)
+
+    def _check_model(self) -> None:
+        """Refuse networks that the algorithm cannot use."""
+        layers = named_layers(self.experiment.algorithm)
+        names = ", ".join(name for name, layer in layers if layer.needs_features)
+        if names and self.model.head is None:
+            raise ConfigError(
+                [
+                    f"{names} uses features, but this network has none to offer: its outputs must "
+                    "be those of one nn.Linear, called once and last, with its own weights. Change "
+                    "the network, or the algorithm."
+                ]
+            )
+        names = ", ".join(name for name, layer in layers if layer.needs_input_gradients)
+        if names and not self.model.has_input_gradient:
+            raise ConfigError(
+                [
+                    f"{names} optimizes inputs, but this network's outputs have no gradient with "
+                    f"respect to its inputs. {TOKENS_HINT} Or choose another algorithm."
+                ]
+            )
+
+    def _algorithm_source(self) -> str:
+        return user_source(type(layer) for layer in self.experiment.algorithm.layers)
+
+    def _data_fingerprint(self) -> str:
+        digest = hashlib.sha256(self.dataset.fingerprint.encode())
+        for part in self.indices:
+            digest.update(f"{part.dtype} {list(part.shape)}".encode())
+            digest.update(part.contiguous().numpy().data)
+        return digest.hexdigest()[:16]
+
+
+def split_dataset(experiment: Experiment, dataset: Dataset) -> list[Tensor]:
+    """Split the training examples among clients.
+
+    Args:
+        experiment: Names the partition.
+        dataset: The data set, with `indices` if the partition is "given".
+
+    Returns:
+        Indices of training examples, one tensor per client.
+
+    Raises:
+        ConfigError: If the partition is "given" but the data set has no indices.
+    """
+    if experiment.partition == "given":
+        if dataset.indices is None:
+            raise ConfigError(
+                [
+                    "partition 'given' needs your own data with `indices` per client: choose "
+                    "another partition."
+                ]
+            )
+        return list(dataset.indices)
+    users = None if dataset.users is None else dataset.users.numpy()
+    parts = schemes.make_partition(
+        experiment.partition,
+        dataset.train_y.numpy(),
+        users,
+        experiment.partition_config,
+        _partition_seed(experiment),
+    )
+    return [torch.from_numpy(part) for part in parts]
+
+
+def apply_shifts(experiment: Experiment, dataset: Dataset, indices: list[Tensor]) -> Dataset:
+    """Shift the clients' inputs and corrupt labels, if the experiment says so.
+
+    Args:
+        experiment: Names the shift and the label noise.
+        dataset: The data set.
+        indices: Training examples of each client.
+
+    Returns:
+        The data set as the clients have it.
+    """
+    return shifts.apply_shift(
+        dataset,
+        indices,
+        experiment.shift,
+        experiment.shift_strength,
+        experiment.label_noise,
+        _partition_seed(experiment),
+    )
+
+
+def _partition_seed(experiment: Experiment) -> int:
+    if experiment.partition_seed < 0:
+        return experiment.seed
+    return experiment.partition_seed
+
+
+def make_schedule(experiment: Experiment, sizes: list[int]) -> Schedule:
+    """Create the schedule of an experiment.
+
+    Args:
+        experiment: The experiment.
+        sizes: Number of training examples of each client.
+
+    Returns:
+        The schedule.
+    """
+    return Schedule(
+        rounds=experiment.rounds,
+        sampling=make_sampling(experiment, sizes),
+        lr=experiment.lr,
+        lr_decay=experiment.lr_decay,
+        evaluate_every=experiment.evaluate_every,
+        evaluate_local=experiment.evaluate_local,
+        skip_diverged=experiment.on_divergence == "skip",
+    )
+
+
+def make_sampling(experiment: Experiment, sizes: list[int]) -> ClientSampling:
+    """Create the rule that samples the clients of a round.
+
+    Args:
+        experiment: Names the rule.
+        sizes: Number of training examples of each client.
+
+    Returns:
+        The sampling rule.
+
+    Raises:
+        ConfigError: If the number of candidates is out of range.
+    """
+    num_clients = len(sizes)
+    count = clients_per_round(experiment, num_clients)
+    if experiment.selection == "uniform":
+        return Uniform(num_clients, count, experiment.seed)
+    pool = experiment.candidates or min(2 * count, num_clients)
+    if not count <= pool <= num_clients:
+        raise ConfigError(
+            [
+                f"candidates needs an integer from {count} (the clients of a round) to "
+                f"{num_clients} (all clients), not {pool}."
+            ]
+        )
+    return PowerOfChoice(tuple(sizes), count, pool, experiment.seed, experiment.choice_loss)
+
+
+def clients_per_round(experiment: Experiment, num_clients: int) -> int:
+    """Return how many of `num_clients` clients take part in a round, at least 1.
+
+    Args:
+        experiment: Has the participation.
+        num_clients: Number of all clients.
+
+    Returns:
+        The number of clients in a round.
+    """
+    return max(1, round_half_up(experiment.participation * num_clients))
+
+
+def make_privacy(experiment: Experiment, num_clients: int, simulated: bool) -> Privacy | None:
+    """Create the privacy mechanism of an experiment.
+
+    Args:
+        experiment: Has the settings.
+        num_clients: Number of all clients.
+        simulated: Whether noise comes from the seed.
+
+    Returns:
+        The mechanism; None if privacy is off.
+    """
+    if experiment.privacy == "off":
+        return None
+    return Privacy(
+        experiment.privacy,
+        clip=experiment.dp_clip,
+        noise=experiment.dp_noise,
+        delta=experiment.dp_delta,
+        clients=num_clients,
+        count=clients_per_round(experiment, num_clients),
+        seed=experiment.seed,
+        simulated=simulated,
+    )
+
+
+def resolve_model_name(experiment: Experiment, input_shape: tuple[int, ...]) -> str:
+    """Return the network's name; `auto` is the paper's for the data set, or one that fits.
+
+    Args:
+        experiment: Names network and data set.
+        input_shape: Shape of one input.
+
+    Returns:
+        A name of `fedcog.models.zoo.MODELS`.
+    """
+    if experiment.model != "auto":
+        return experiment.model
+    is_large_image = len(input_shape) == 3 and min(input_shape[1:]) >= 16
+    return AUTO_MODELS.get(experiment.dataset, "cnn" if is_large_image else "mlp")
+
+
+def is_built_in(experiment: Experiment) -> bool:
+    """Return whether all layers of the algorithm are part of fedcog."""
+    layers = experiment.algorithm.layers
+    return all(type(layer).__module__.startswith("fedcog.") for layer in layers)
+
+
+def check_runnable(experiment: Experiment) -> list[str]:
+    """Return why a recorded experiment cannot run: its algorithm's code is not available."""
+    layers = named_layers(experiment.algorithm)
+    missing = [name for name, layer in layers if layer.is_recorded]
+    if not missing:
+        return []
+    parts = [
+        f"FILE.py:{part}" if part in missing else part
+        for part in algorithm_name(experiment.algorithm).split("+")
+    ]
+    return [
+        f"{missing[0]} is your own algorithm: name its file, --algorithm {'+'.join(parts)}, or "
+        "continue the run from Python with fedcog.run(...)."
+    ]
+
+
+def single_label_faults(experiment: Experiment) -> list[str]:
+    """Return why the algorithm cannot train on multi-label examples."""
+    reasons = [layer.single_label_reason for layer in experiment.algorithm.layers]
+    return [
+        f"{reason} Choose another algorithm for multi-label examples."
+        for reason in reasons
+        if reason
+    ]
+
+
+def check_ready(experiment: Experiment) -> list[str]:
+    """Return what prevents a run apart from its settings: missing data, labels, device."""
+    faults: list[str] = []
+    source = registry.DATASETS.get(experiment.dataset)
+    if source is not None and source.multi_label:
+        faults += single_label_faults(experiment)
+    try:
+        find_device(experiment.device)
+    except ConfigError as error:
+        faults += error.faults
+    data_dir = experiment.data_dir or None
+    if source is not None and registry.locate(experiment.dataset, data_dir) is None:
+        try:
+            registry.load(experiment.dataset, data_dir)
+        except DataError as error:
+            faults.append(str(error))
+    return faults
+
+
+def _check_objects(experiment: Experiment, objects: UserObjects) -> None:
+    """Refuse experiments whose code, data or network is not available."""
+    if faults := check_runnable(experiment):
+        raise ConfigError(faults)
+    lacks_data = objects.data is None and experiment.dataset == "custom"
+    lacks_model = objects.model is None and experiment.model == "custom"
+    if lacks_data or lacks_model:
+        raise ConfigError(
+            [
+                "this run uses your own data or network: continue it from Python with "
+                "fedcog.run(..., resume=True)."
+            ]
+        )

@@ -1,0 +1,1 @@
+"""Many runs with one purpose: the paper's tables, the theory, hyperparameter tuning."""

@@ -1,0 +1,1 @@
+"""Hyperparameter tuning with the same budget for every algorithm."""

@@ -1,0 +1,145 @@
+"""Partitions: every example at most once, sizes, and errors."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedcog.data import PartitionError
+from fedcog.data.partitions.base import Indices, PartitionConfig
+from fedcog.data.partitions.schemes import PARTITIONS, make_partition
+
+LABELS = np.arange(2000) % 10
+USERS = np.arange(2000) % 37
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    kind=st.sampled_from(list(PARTITIONS)),
+    clients=st.integers(5, 30),
+    beta=st.floats(0.2, 10),
+    balance=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_clients_have_disjoint_and_enough_examples(
+    kind: str, clients: int, beta: float, balance: bool, seed: int
+) -> None:
+    config = PartitionConfig(clients, beta, balance, min_examples=3)
+    shares = make_partition(kind, LABELS, USERS, config, seed)
+    together = np.concatenate(shares)
+    assert len(shares) == clients
+    assert len(np.unique(together)) == len(together)
+    assert min(len(share) for share in shares) >= 3
+    if kind != "natural":
+        assert len(together) == len(LABELS), "every example has an owner"
+    again = make_partition(kind, LABELS, USERS, config, seed)
+    assert all(np.array_equal(one, other) for one, other in zip(shares, again, strict=True))
+
+
+def classes(shares: list[Indices]) -> list[set[int]]:
+    return [set(LABELS[share].tolist()) for share in shares]
+
+
+def test_iid_sizes_are_even() -> None:
+    assert {len(share) for share in make_partition("iid", LABELS, None, PartitionConfig(7), 0)} <= {
+        285,
+        286,
+    }
+
+
+def test_label_skew_is_the_papers_niid_2() -> None:
+    shares = make_partition("label-skew", LABELS, None, PartitionConfig(10), 0)
+    assert classes(shares) == [{0, 1}, {2, 3}, {4, 5}, {6, 7}, {8, 9}] * 2
+    assert {len(share) for share in shares} == {200}
+    assert classes(
+        make_partition("label-skew", LABELS, None, PartitionConfig(4, classes_per_client=3), 0)
+    )[3] == {9}
+
+
+def test_dirichlet_is_more_unequal_the_smaller_beta() -> None:
+    def concentration(beta: float) -> float:
+        """How much of a class its largest owner has, on average."""
+        shares = make_partition(
+            "dirichlet", LABELS, None, PartitionConfig(10, beta, balance=False, min_examples=1), 0
+        )
+        counts = np.stack([np.bincount(LABELS[share], minlength=10) for share in shares])
+        return float((counts.max(0) / counts.sum(0)).mean())
+
+    assert concentration(0.1) > concentration(1.0) > concentration(100.0)
+
+
+def test_the_balance_rule_gives_a_full_client_nothing_more() -> None:
+    """A client exceeds its even share by examples of one class at most."""
+    for seed in range(10):
+        for share in make_partition(
+            "dirichlet", LABELS, None, PartitionConfig(10, 0.1, balance=True), seed
+        ):
+            counts = np.bincount(LABELS[share], minlength=10)
+            last = np.flatnonzero(counts)[-1]
+            assert counts.sum() - counts[last] < 200
+
+
+def test_quantity_keeps_the_label_mix_and_varies_the_size() -> None:
+    shares = make_partition("quantity", LABELS, None, PartitionConfig(10, 0.5), 0)
+    sizes = sorted(len(share) for share in shares)
+    assert sizes[-1] > 4 * sizes[0] >= 4 * 10
+    largest = np.bincount(LABELS[max(shares, key=len)], minlength=10)
+    assert largest.max() < 2 * largest.min()
+
+
+def test_natural_clients_are_users() -> None:
+    shares = make_partition("natural", LABELS, USERS, PartitionConfig(12), 0)
+    owners = [set(USERS[share].tolist()) for share in shares]
+    assert all(len(owner) == 1 for owner in owners)
+    assert len(set.union(*owners)) == 12
+
+
+def test_a_tiny_beta_loses_no_class() -> None:
+    shares = make_partition(
+        "dirichlet", LABELS, None, PartitionConfig(10, 1e-4, balance=True, min_examples=1), 0
+    )
+    assert sum(len(share) for share in shares) == len(LABELS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "reason"),
+    [
+        (
+            "dirichlet",
+            PartitionConfig(100, 0.01, min_examples=15),
+            r"beta 0\.01 .* 1000 draws .*raise --beta",
+        ),
+        (
+            "label-skew",
+            PartitionConfig(3),
+            "5 groups, and 3 clients cannot hold them all: raise --clients to 5",
+        ),
+        (
+            "label-skew",
+            PartitionConfig(10, classes_per_client=11),
+            "11 classes per client is impossible with 10 classes",
+        ),
+        (
+            "label-quantity",
+            PartitionConfig(10, classes_per_client=99),
+            "lower --classes-per-client",
+        ),
+        ("iid", PartitionConfig(300, min_examples=10), "lower --clients or --min-examples"),
+        (
+            "label-skew",
+            PartitionConfig(150, min_examples=13, classes_per_client=5),
+            "lower --clients",
+        ),
+        ("natural", PartitionConfig(38), "37 of 37 users"),
+    ],
+)
+def test_what_cannot_work_says_which_setting(
+    kind: str, config: PartitionConfig, reason: str
+) -> None:
+    with pytest.raises(PartitionError, match=reason):
+        make_partition(kind, LABELS, USERS, config, 0)
+
+
+def test_natural_without_users_is_refused() -> None:
+    with pytest.raises(PartitionError, match="needs the user of each example"):
+        make_partition("natural", LABELS, None, PartitionConfig(3), 0)

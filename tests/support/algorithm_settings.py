@@ -1,0 +1,83 @@
+"""Every algorithm with active settings, and with neutral settings that make it FedAvg."""
+
+import dataclasses
+
+from fedcog.algorithms import (
+    MOON,
+    SCAFFOLD,
+    VHL,
+    Algorithm,
+    Ditto,
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedCOG,
+    FedDecorr,
+    FedDyn,
+    FedExP,
+    FedGen,
+    FedNova,
+    FedProx,
+    FedReg,
+    FedRep,
+    FedSAM,
+    HeteroFL,
+)
+from fedcog.testing import FEDCOG
+
+GEN = {"hidden": 7, "noise": 3, "steps": 4, "batch": 5, "lr": 0.01}
+
+
+VIRTUAL = {"virtual": 9, "temperature": 0.5}
+
+
+# Name -> (active settings, which change the result; neutral settings, which equal FedAvg).
+ACTIVE_AND_NEUTRAL: dict[str, tuple[Algorithm, Algorithm]] = {
+    "fedavg": (FedAvg(), FedAvg()),
+    "fedavgm": (FedAvgM(beta=0.5), FedAvgM(beta=0.0)),
+    "fedadam": (FedAdam(), FedAdam(rule="sgd", lr=1.0, beta1=0.0)),
+    "fedexp": (FedExP(epsilon=1e-9), FedExP(epsilon=1e9)),
+    "fedprox": (FedProx(mu=0.5), FedProx(mu=0.0)),
+    "scaffold": (SCAFFOLD(), SCAFFOLD(strength=0.0)),
+    "moon": (MOON(mu=0.5), MOON(mu=0.0)),
+    "fedsam": (FedSAM(), FedSAM(rho=0.0)),
+    "feddecorr": (FedDecorr(beta=0.5), FedDecorr(beta=0.0)),
+    "feddyn": (FedDyn(alpha=0.5), FedDyn(alpha=0.0, correction=0.0)),
+    "fednova": (FedNova(), FedNova(strength=0.0)),
+    "fedreg": (
+        FedReg(count=7, pseudo_lr=0.1, perturbed_lr=0.01),
+        FedReg(count=7, gamma=1.0, strength=0.0),
+    ),
+    "fedgen": (FedGen(**GEN), FedGen(**GEN, alpha=0.0, beta=0.0)),
+    "fedrep": (FedRep(), FedRep(personal="none", head_share=0.0)),
+    "ditto": (Ditto(), Ditto()),
+    "vhl": (
+        VHL(**VIRTUAL),
+        VHL(**VIRTUAL, labels="shared", alpha=0.0, lambda_align=0.0, kappa=0.0),
+    ),
+    "fedcog": (FEDCOG, dataclasses.replace(FEDCOG, start_round=99)),
+    "heterofl": (HeteroFL(width=0.5), HeteroFL()),
+}
+
+
+SINGLE_ALGORITHMS = {name: algorithm for name, (algorithm, _) in ACTIVE_AND_NEUTRAL.items()}
+
+
+COMPOSITIONS: dict[str, Algorithm] = {
+    "fedprox+vhl": VHL(FedProx(mu=0.5), **VIRTUAL),
+    "scaffold+vhl": VHL(SCAFFOLD(), **VIRTUAL),
+    "fedgen+vhl": VHL(FedGen(**GEN), **VIRTUAL),
+    "vhl style": VHL(**VIRTUAL, source="style"),
+    "moon+ditto": Ditto(MOON(mu=0.5)),
+    "fedsam+ditto+vhl": VHL(Ditto(FedSAM()), **VIRTUAL),
+    "moon+fedcog+heterofl": HeteroFL(
+        FedCOG(MOON(mu=0.5), count=8, steps=3, start_round=1, lr=0.1), width=0.5
+    ),
+    "ditto+heterofl": HeteroFL(Ditto(), width=0.5),
+    "fedprox+vhl+fedcog": FedCOG(
+        VHL(FedProx(mu=0.5), **VIRTUAL), count=8, steps=3, start_round=1, lr=0.1
+    ),
+}
+
+
+ALL_ALGORITHMS = SINGLE_ALGORITHMS | COMPOSITIONS

@@ -1,0 +1,17 @@
+"""The expected output of each program in `examples/`."""
+
+# Regular expressions that the output must match.
+EXPECTED_OUTPUT = {
+    "around_scaffold": r"10 +\d+\.\d% +\d+\.\d% \(FedCOG awake\)\nbytes .*: ([\d,]+) and \1\n",
+    "bare_loop": r"round 20: \d+\.\d% \(FedCOG\), last",
+    "compare_methods": r"fedavg  .*\nfedprox  .*\nfedavg\+fedcog  ",
+    "generated_images": r"the last row is real\nlast .*generated\.png",
+    "my_method": "both keep the contract",
+    "own_data_and_model": r"last \d+\.\d%, best",
+    "own_generator": r"last \d+\.\d%, best",
+    "own_images": r"240 \+ 60 examples of uint8 \[1, 16, 16\], 2 classes\)\nlast \d+\.\d%, best",
+    "own_torch_dataset": r"400 \+ 200 examples of float32 \[32\], 3 classes\)\nlast \d+\.\d%, best",
+    "personalise": r"Ditto with FedCOG +\d+\.\d% +\d+\.\d% +\d+\.\d%\n",
+    "stop_and_resume": r"stopped after round 5 of 8\n(.*\n)*last .*; the checkpoints are the same",
+    "unequal_devices": r"the global model, last: \d+\.\d%",
+}

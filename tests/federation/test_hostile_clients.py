@@ -243,7 +243,7 @@ def test_round_is_repeated_when_all_nodes_are_unavailable(
                     get_node_ids=grid.get_node_ids, send_and_receive=self._send_and_receive
                 )
             )
-            self._grid = grid
+            self._inner_grid = grid
 
         def _send_and_receive(
             self, messages: Iterable[Any], *, timeout: float | None = None
@@ -253,7 +253,7 @@ def test_round_is_repeated_when_all_nodes_are_unavailable(
             if calls == (5 if secure else 2):
                 error = Error(ErrorCode.NODE_UNAVAILABLE, "Error: Node Unavailable")
                 return [Message(error, reply_to=message) for message in messages]
-            return list(self._grid.send_and_receive(messages, timeout=timeout))
+            return list(self._inner_grid.send_and_receive(messages, timeout=timeout))
 
     config = experiment("scaffold", rounds=2, backend="flower", secure_aggregation=secure)
     plain = fedcog.run(experiment("scaffold", rounds=2), tmp_path / "plain", report=False)

@@ -50,9 +50,9 @@ def main() -> None:
         for client, (own_x, own_y) in enumerate(data):
             made = None
             if round >= AWAKE:
-                counts = own_y.bincount(minlength=10)
+                class_counts = own_y.bincount(minlength=10)
                 made = fedcog.generate(
-                    server, previous[client], counts, [64], round=round, client=client
+                    server, previous[client], class_counts, [64], round=round, client=client
                 )
             local.append(train(copy.deepcopy(server), own_x, own_y, made))
             previous[client] = local[-1]

@@ -29,9 +29,9 @@ def local_training(message: Message, context: Context) -> Message:
         previous.load_state_dict(
             context.state.array_records["previous"].to_torch_state_dict()
         )  # FedCOG
-        counts = loader.dataset.tensors[1].bincount(minlength=10)  # type: ignore[attr-defined]  # FedCOG
+        class_counts = loader.dataset.tensors[1].bincount(minlength=10)  # type: ignore[attr-defined]  # FedCOG
         made = fedcog.generate(
-            net, previous, counts, [64], round=config["server-round"], client=partition
+            net, previous, class_counts, [64], round=config["server-round"], client=partition
         )  # FedCOG
     loss = train(net, loader, epochs=1, lr=config["lr"], made=made)
     context.state["previous"] = ArrayRecord(net.state_dict())  # FedCOG

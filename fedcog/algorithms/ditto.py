@@ -91,14 +91,14 @@ class Ditto(Wrapper):
             Gradient, loss and running statistics.
         """
 
-        def personal_loss(v: Params, batch: Batch) -> tuple[Tensor, Params]:
+        def _personal_loss(v: Params, batch: Batch) -> tuple[Tensor, Params]:
             drift = tree.change(client.broadcast["params"], v)
             logits, _, buffers = client.model.forward(v, _personal_part(client.buffers), batch["x"])
             data_loss = client.task.loss(logits, batch["y"]).mean()
             return data_loss + self.lambda_pull / 2 * tree.dot(drift, drift), buffers
 
         step = self.inner.local_grad(loss, _global_part(params), batch, client)
-        personal = client.step_gradient(personal_loss, _personal_part(params), batch)
+        personal = client.step_gradient(_personal_loss, _personal_part(params), batch)
         return StepGradient(
             grads=step.grads | _add_prefix(personal.grads),
             loss=step.loss,

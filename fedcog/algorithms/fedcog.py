@@ -164,10 +164,12 @@ class FedCOG(Wrapper):
         labels = client.task.targets(
             client.class_counts, client.label_set_sizes, self.labels, draws["asked"]
         )
-        learnt = {"x": draws["noise"]}
+        optimized = {"x": draws["noise"]}
         if self.generator != "none":
-            learnt = generators.init_generator(client.model, draws["noise"], draws.get("generator"))
-        made = generation.begin(learnt, labels, self.generation_config, self._render(client))
+            optimized = generators.init_generator(
+                client.model, draws["noise"], draws.get("generator")
+            )
+        made = generation.begin(optimized, labels, self.generation_config, self._render(client))
         return gen_state | {"made": made}
 
     def num_generation_steps(self, round: int) -> int:
@@ -202,7 +204,7 @@ class FedCOG(Wrapper):
         if "made" not in gen_state:
             return inner
         made = gen_state["made"]
-        inputs = self._render(client)(made["learnt"])
+        inputs = self._render(client)(made["optimized"])
         final = generation.end(made, inputs, self.generation_config)
         x = final["x"]
         labels = final["y"]

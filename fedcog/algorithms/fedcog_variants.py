@@ -103,10 +103,10 @@ class Varied(FedCOG):
             return after
         num_optimized = round(self.count * (1 - self.noise_share))
         is_optimized = torch.arange(self.count, device=client.lr.device) < num_optimized
-        new = after["made"]["learnt"]["x"]
-        old = gen_state["made"]["learnt"]["x"]
+        new = after["made"]["optimized"]["x"]
+        old = gen_state["made"]["optimized"]["x"]
         x = torch.where(is_optimized.reshape(-1, *[1] * (new.dim() - 1)), new, old)
-        return after | {"made": after["made"] | {"learnt": {"x": x}}}
+        return after | {"made": after["made"] | {"optimized": {"x": x}}}
 
     def client_update(
         self, params: Params, client: ClientContext, work: LocalWork
@@ -142,9 +142,9 @@ class Varied(FedCOG):
         render = self._render(client)
         teacher = self._teacher(client)
 
-        def regularized(learnt: Params, batch: Params) -> Tensor:
-            x = render(learnt)
-            value = loss(learnt, batch)
+        def _regularized(optimized: Params, batch: Params) -> Tensor:
+            x = render(optimized)
+            value = loss(optimized, batch)
             if self.smooth:
                 value = value + self.smooth * _total_variation(x)
             if self.small:
@@ -157,7 +157,7 @@ class Varied(FedCOG):
                 value = value + self.like * (mean_gap + deviation_gap)
             return value
 
-        return regularized
+        return _regularized
 
 
 def _moving_average(before: Params, now: Params, weight: float) -> Params:

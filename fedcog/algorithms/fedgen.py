@@ -122,7 +122,7 @@ class FedGen(Algorithm):
         shares = counts / counts.sum(0)
         present = torch.nonzero((counts > 1).any(0))[:, 0]
 
-        def loss(features: Tensor, eps: Tensor, labels: Tensor) -> Tensor:
+        def _loss(features: Tensor, eps: Tensor, labels: Tensor) -> Tensor:
             """Return sum_k mean_b share_k(y_b) CE(h_k(z_b), y_b) + diversity * exp(-spread)."""
             bias = heads["bias"][:, None] if "bias" in heads else 0
             logits = features @ heads["weight"].mT + bias
@@ -137,7 +137,7 @@ class FedGen(Algorithm):
         generator, motion, value = generators.train_feature_generator(
             server["generator"],
             server["motion"],
-            loss,
+            _loss,
             draws["server_eps"],
             present[index],
             self.lr * self.decay ** float(server["round"]),

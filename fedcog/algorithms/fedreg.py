@@ -96,16 +96,16 @@ class FedReg(Algorithm):
         drift = tree.subtract(after, client.broadcast["params"])
         midway = tree.add(client.broadcast["params"], tree.scale(0.5, drift))
 
-        def pseudo_loss(params: Params, data: Batch) -> Tensor:
+        def _pseudo_loss(params: Params, data: Batch) -> Tensor:
             return client.task.distillation_loss(
                 data["logits"], client.logits(params, data["far"])
             ).mean()
 
-        def perturbed_loss(params: Params, data: Batch) -> Tensor:
+        def _perturbed_loss(params: Params, data: Batch) -> Tensor:
             return client.task.loss(client.logits(params, data["near"]), data["y"]).mean()
 
-        pseudo_grads, _ = client.gradient(pseudo_loss, midway, pseudo)
-        perturbed_grads, _ = client.gradient(perturbed_loss, midway, pseudo)
+        pseudo_grads, _ = client.gradient(_pseudo_loss, midway, pseudo)
+        perturbed_grads, _ = client.gradient(_perturbed_loss, midway, pseudo)
         rise = tree.scale(_coefficient(drift, pseudo_grads), pseudo_grads)
         rest = tree.subtract(drift, rise)
         rise = tree.add(rise, tree.scale(_coefficient(rest, perturbed_grads), perturbed_grads))
@@ -116,12 +116,12 @@ class FedReg(Algorithm):
     ) -> Tensor:
         """Move inputs by signed gradient ascent on the loss of a model."""
 
-        def loss(inputs: Params, batch: Batch) -> Tensor:
+        def _loss(inputs: Params, batch: Batch) -> Tensor:
             return client.task.loss(client.model.predict(weights, inputs["x"]), batch["y"]).sum()
 
         x: Tensor = examples["x"]
         for _ in range(self.steps):
-            grads, _ = client.gradient(loss, {"x": x}, {"y": examples["y"]})
+            grads, _ = client.gradient(_loss, {"x": x}, {"y": examples["y"]})
             x = x + lr * grads["x"].sign()
         return x
 

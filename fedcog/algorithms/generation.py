@@ -1,8 +1,8 @@
 """Generation of inputs that the global and the previous local model disagree on (FedCOG, sec. 4.1).
 
-The generation state is a dict: `"learnt"` holds the optimized tensors (the inputs `"x"` themselves
-or the parameters and noise of a generator), `"y"` the target labels, `"mean"` and `"square"` Adam's
-moments. `"trail"` `(M, S, *input_shape)` holds S inputs (indices `"shown"`) after M steps
+The generation state is a dict: `"optimized"` holds the tensors that are optimized (the inputs
+`"x"`, or the parameters and noise of a generator), `"y"` the target labels, `"mean"` and `"square"`
+Adam's moments. `"trail"` `(M, S, *input_shape)` holds S inputs (indices `"shown"`) after M steps
 (`"marks"`) for the report.
 """
 
@@ -78,9 +78,9 @@ class Models(NamedTuple):
     student: Params
 
 
-def identity(learnt: Params) -> Tensor:
+def identity(optimized: Params) -> Tensor:
     """Render inputs that are optimized directly."""
-    return learnt["x"]
+    return optimized["x"]
 
 
 def generate(
@@ -102,29 +102,29 @@ def generate(
     loss = objective(models, config, len(noise))
     for step in torch.arange(config.num_steps(len(noise)), device=noise.device):
         gen_state = adam_step(loss, gen_state, step, config, gradient)
-    return end(gen_state, gen_state["learnt"]["x"], config)
+    return end(gen_state, gen_state["optimized"]["x"], config)
 
 
 def begin(
-    learnt: Params, labels: Tensor, config: GenerationConfig, render: Render = identity
+    optimized: Params, labels: Tensor, config: GenerationConfig, render: Render = identity
 ) -> State:
     """Create the generation state.
 
     Args:
-        learnt: The tensors to optimize, by name.
+        optimized: The tensors to optimize, by name.
         labels: Target labels, `(N,)` or `(N, C)`.
         config: How to optimize.
-        render: Turns `learnt` into inputs.
+        render: Turns `optimized` into inputs.
 
     Returns:
         The generation state before the first step.
     """
-    x = render(learnt)
+    x = render(optimized)
     marks = torch.tensor(config.marks, dtype=torch.int64, device=x.device)
     shown = torch.tensor(config.shown, dtype=torch.int64, device=x.device)
-    batch = {"x": x[: config.batch]} if _by_batches(learnt, config) else learnt
+    batch = {"x": x[: config.batch]} if _by_batches(optimized, config) else optimized
     return {
-        "learnt": learnt,
+        "optimized": optimized,
         "y": labels,
         "trail": x[shown].expand(len(marks), *x[shown].shape),
         "shown": shown,
@@ -157,8 +157,8 @@ def objective(
     model = model.batch_invariant
     num_rows = ceil_div(num_inputs, ROW_MULTIPLE) * ROW_MULTIPLE
 
-    def loss(learnt: Params, batch: Params) -> Tensor:
-        x = render(learnt)
+    def _loss(optimized: Params, batch: Params) -> Tensor:
+        x = render(optimized)
         if config.batchnorm_weight:
             inputs = x
             teacher_logits, batchnorm_loss = model.batchnorm_loss(teacher, inputs)
@@ -173,11 +173,11 @@ def objective(
             divergence = task.divergence(padded, pad_rows(student_logits, num_rows))
             losses = losses + config.disagreement * (1 - divergence)
         total = (losses[: len(x)] + config.batchnorm_weight * batchnorm_loss).sum() / num_inputs
-        if SHOWN not in learnt:
+        if SHOWN not in optimized:
             return total
-        return total + (learnt[SHOWN] * x[batch["shown"]].detach()).sum()
+        return total + (optimized[SHOWN] * x[batch["shown"]].detach()).sum()
 
-    return loss
+    return _loss
 
 
 def adam_step(
@@ -198,8 +198,8 @@ def adam_step(
     Returns:
         The generation state after the step.
     """
-    everything: Params = gen_state["learnt"]
-    learnt = everything
+    everything: Params = gen_state["optimized"]
+    optimized = everything
     labels = gen_state["y"]
     mean = gen_state["mean"]
     square = gen_state["square"]
@@ -210,7 +210,7 @@ def adam_step(
         step = step % config.steps
         rows = torch.arange(config.batch, device=labels.device) + batch_index * config.batch
         rows = rows.clamp(max=len(labels) - 1)  # a last, smaller batch repeats the last input
-        learnt = {"x": everything["x"].index_select(0, rows)}
+        optimized = {"x": everything["x"].index_select(0, rows)}
         labels = labels.index_select(0, rows)
         mean = tree.apply(lambda value: torch.where(step > 0, value, 0), mean)
         square = tree.apply(lambda value: torch.where(step > 0, value, 0), square)
@@ -219,16 +219,16 @@ def adam_step(
     if everything.keys() != {"x"}:
         extra = {SHOWN: torch.zeros_like(gen_state["trail"].sum(0))}
     data = {"y": labels, "shown": gen_state["shown"]}
-    grads, _ = gradient(loss, learnt | extra, data)
+    grads, _ = gradient(loss, optimized | extra, data)
     shown_inputs = grads.pop(SHOWN) if extra else everything["x"][gen_state["shown"]]
     mean, square = _moments(mean, square, grads, config)
-    after = _moved(learnt, mean, square, step, config)
-    if learnt is not everything:
+    after = _moved(optimized, mean, square, step, config)
+    if optimized is not everything:
         after = {"x": everything["x"].index_copy(0, rows, after["x"])}
     is_due = (gen_state["marks"] == step)[:, None] & is_current
     is_due = is_due.reshape(*is_due.shape, *[1] * (shown_inputs.dim() - 1))
     trail = torch.where(is_due, shown_inputs, gen_state["trail"])
-    return gen_state | {"learnt": after, "mean": mean, "square": square, "trail": trail}
+    return gen_state | {"optimized": after, "mean": mean, "square": square, "trail": trail}
 
 
 def end(gen_state: State, x: Tensor, config: GenerationConfig) -> State:
@@ -260,19 +260,19 @@ def _moments(
 
 
 def _moved(
-    learnt: Params, mean: Params, square: Params, step: Tensor, config: GenerationConfig
+    optimized: Params, mean: Params, square: Params, step: Tensor, config: GenerationConfig
 ) -> Params:
     """Move the optimized tensors by Adam's bias-corrected step."""
     beta1, beta2 = config.betas
     count = (step + 1).double()
 
-    def move(value: Tensor, mean: Tensor, square: Tensor) -> Tensor:
+    def _move(value: Tensor, mean: Tensor, square: Tensor) -> Tensor:
         scale = (square / (1 - beta2**count).to(square.dtype)).sqrt() + EPSILON
         return value - (config.lr / (1 - beta1**count)).to(mean.dtype) * mean / scale
 
-    return tree.apply(move, learnt, mean, square)
+    return tree.apply(_move, optimized, mean, square)
 
 
-def _by_batches(learnt: Params, config: GenerationConfig) -> bool:
+def _by_batches(optimized: Params, config: GenerationConfig) -> bool:
     """Return whether inputs are optimized batch by batch, which a generator never is."""
-    return learnt.keys() == {"x"} and 0 < config.batch < len(learnt["x"])
+    return optimized.keys() == {"x"} and 0 < config.batch < len(optimized["x"])

@@ -92,7 +92,7 @@ class HeteroFL(Wrapper):
         weight = total["weight"]
         min_weight = 1e-5 * weight  # rounding leaves less than this where no client has a weight
 
-        def rescale(name: str, value: Tensor) -> Tensor:
+        def _rescale(name: str, value: Tensor) -> Tensor:
             if name not in total["lacks"]:
                 return value
             present = weight - total["lacks"][name]
@@ -101,7 +101,7 @@ class HeteroFL(Wrapper):
 
         rest = {key: value for key, value in total.items() if key != "lacks"}
         sums = {
-            key: {name: rescale(name, value) for name, value in total[key].items()}
+            key: {name: _rescale(name, value) for name, value in total[key].items()}
             for key in ("delta", "buffers")
         }
         return self.inner.server_update(server, rest | sums, draws)

@@ -79,7 +79,7 @@ def warnings_as_notes() -> Iterator[None]:
     with warnings.catch_warnings():
         show_usual = warnings.showwarning
 
-        def show(
+        def _show(
             message: Warning | str, category: type[Warning], filename: str, *rest: Any, **more: Any
         ) -> None:
             if issubclass(category, UserWarning) and Path(filename).is_relative_to(PACKAGE):
@@ -87,5 +87,5 @@ def warnings_as_notes() -> Iterator[None]:
             else:
                 show_usual(message, category, filename, *rest, **more)
 
-        warnings.showwarning = show
+        warnings.showwarning = _show
         yield

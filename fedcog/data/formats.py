@@ -132,13 +132,13 @@ def read_fashion_mnist(folder: str | Path, *, sizes: tuple[int, int] = (60_000, 
     """
     classes = tuple(FASHION_MNIST_CLASSES.split(","))
 
-    def read_split(prefix: str, size: int) -> tuple[Tensor, Tensor]:
+    def _read_split(prefix: str, size: int) -> tuple[Tensor, Tensor]:
         images = read_idx(find_idx(Path(folder), f"{prefix}-images-idx3-ubyte"), (size, 28, 28))
         path = find_idx(Path(folder), f"{prefix}-labels-idx1-ubyte")
         return images.unsqueeze(1), _check_labels(path, read_idx(path, (size,)), len(classes))
 
-    train = read_split("train", sizes[0])
-    test = read_split("t10k", sizes[1])
+    train = _read_split("train", sizes[0])
+    test = _read_split("t10k", sizes[1])
     return Dataset("fashion-mnist", *train, *test, classes, (0.5,), (0.5,), augment=True)
 
 

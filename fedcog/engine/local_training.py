@@ -209,10 +209,10 @@ class LocalTraining(NamedTuple):
         if inputs.lr.dim():
             own["lr"] = inputs.lr
 
-        def with_own(client: CohortClients, own: State, *rest: Any) -> Any:
+        def _with_own(client: CohortClients, own: State, *rest: Any) -> Any:
             return function(client, inputs._replace(**own), *rest)
 
-        return self.map_clients(with_own)(inputs.clients, own, *mapped)
+        return self.map_clients(_with_own)(inputs.clients, own, *mapped)
 
     def uses_default(self, hook: str) -> bool:
         """Return whether a hook is not overridden; mapping it over clients costs a millisecond."""
@@ -260,11 +260,11 @@ class LocalTraining(NamedTuple):
             New tensors with a client axis.
         """
 
-        def start(client: CohortClients, inputs: RoundInputs) -> Params:
+        def _start(client: CohortClients, inputs: RoundInputs) -> Params:
             context = self.context(client, inputs, inputs.broadcast["buffers"], step)
             return self.algorithm.start_buffers(context)
 
-        return tree.apply(torch.clone, self.over_clients(start, inputs))
+        return tree.apply(torch.clone, self.over_clients(_start, inputs))
 
     def generation_init(
         self, inputs: RoundInputs, buffers: Params, step: Tensor, draws: State
@@ -283,13 +283,13 @@ class LocalTraining(NamedTuple):
         if self.uses_default("generation_init"):
             return draws
 
-        def start(
+        def _start(
             client: CohortClients, inputs: RoundInputs, buffers: Params, draws: State
         ) -> State:
             context = self.context(client, inputs, buffers, step)
             return self.algorithm.generation_init(context, draws)
 
-        gen_states: State = self.over_clients(start, inputs, buffers, draws)
+        gen_states: State = self.over_clients(_start, inputs, buffers, draws)
         return gen_states
 
     def generation_step(self, state: State, fixed: State) -> State:
@@ -305,13 +305,13 @@ class LocalTraining(NamedTuple):
         inputs = RoundInputs.from_tree(fixed)
         step = state["step"]
 
-        def improve(
+        def _improve(
             client: CohortClients, inputs: RoundInputs, buffers: Params, gen_state: State
         ) -> State:
             context = self.context(client, inputs, buffers, step)
             return self.algorithm.generation_step(gen_state, context)
 
-        gen_state = self.over_clients(improve, inputs, inputs.buffers, state["gen_state"])
+        gen_state = self.over_clients(_improve, inputs, inputs.buffers, state["gen_state"])
         return {"gen_state": gen_state, "step": step + 1}
 
     def extra_data(
@@ -331,13 +331,13 @@ class LocalTraining(NamedTuple):
         if self.uses_default("extra_data"):
             return ExtraData({}, {})
 
-        def finish(
+        def _finish(
             client: CohortClients, inputs: RoundInputs, buffers: Params, gen_state: State
         ) -> ExtraData:
             context = self.context(client, inputs, buffers, step)
             return self.algorithm.extra_data(context, gen_state)
 
-        extra: ExtraData = self.over_clients(finish, inputs, buffers, gen_state)
+        extra: ExtraData = self.over_clients(_finish, inputs, buffers, gen_state)
         return extra
 
     def init_state(self, inputs: RoundInputs, buffers: Params, step: Tensor) -> TrainingState:
@@ -352,10 +352,10 @@ class LocalTraining(NamedTuple):
             Start parameters, and an optimizer that has taken no step.
         """
 
-        def start(client: CohortClients, inputs: RoundInputs, buffers: Params) -> Params:
+        def _start(client: CohortClients, inputs: RoundInputs, buffers: Params) -> Params:
             return self.algorithm.start_params(self.context(client, inputs, buffers, step))
 
-        params: Params = self.over_clients(start, inputs, buffers)
+        params: Params = self.over_clients(_start, inputs, buffers)
         optimizer = self.optimizer.init(params)
         loss = torch.zeros_like(inputs.clients.weight)
         return TrainingState(params, buffers, loss, optimizer.first, optimizer.second, step)
@@ -398,7 +398,7 @@ class LocalTraining(NamedTuple):
     def _gradient_of(self, step: Tensor) -> Callable[..., tuple[Params, Tensor, Params]]:
         """Return the function that computes one client's clipped gradient, loss and buffers."""
 
-        def gradient(
+        def _gradient(
             client: CohortClients,
             inputs: RoundInputs,
             params: Params,
@@ -407,20 +407,20 @@ class LocalTraining(NamedTuple):
         ) -> tuple[Params, Tensor, Params]:
             context = self.context(client, inputs, buffers, step)
 
-            def loss(params: Params, batch: Batch) -> tuple[Tensor, Params]:
+            def _loss(params: Params, batch: Batch) -> tuple[Tensor, Params]:
                 return self.algorithm.local_loss(params, batch, context)
 
-            grads, value, after = self.algorithm.local_grad(loss, params, batch, context)
+            grads, value, after = self.algorithm.local_grad(_loss, params, batch, context)
             if self.grad_clip:
                 grads = clip_grads(grads, self.grad_clip)
             return grads, value, after
 
-        return gradient
+        return _gradient
 
     def _adjust_after(self, step: Tensor) -> Callable[..., Params]:
         """Return the function that applies the `after_step` hook to one client."""
 
-        def adjust(
+        def _adjust(
             client: CohortClients,
             inputs: RoundInputs,
             before: Params,
@@ -431,7 +431,7 @@ class LocalTraining(NamedTuple):
             context = self.context(client, inputs, buffers, step)
             return self.algorithm.after_step(before, after, batch, context)
 
-        return adjust
+        return _adjust
 
     def batch(self, inputs: RoundInputs, step: Tensor) -> Batch:
         """Return the clients' data of a step: real examples, extra data by group, random tensors.
@@ -466,7 +466,7 @@ class LocalTraining(NamedTuple):
             States, payloads and models, and whether they are finite.
         """
 
-        def end(
+        def _end(
             client: CohortClients,
             inputs: RoundInputs,
             params: Params,
@@ -484,7 +484,7 @@ class LocalTraining(NamedTuple):
                 state_finite=is_finite(kept),
             )
 
-        results: ClientResults = self.over_clients(end, inputs, state.params, state.buffers, work)
+        results: ClientResults = self.over_clients(_end, inputs, state.params, state.buffers, work)
         return results
 
 

@@ -41,10 +41,10 @@ def max_clients_in_memory(model: Model, data: FederatedData, batch_size: int) ->
     torch.cuda.reset_peak_memory_stats(device)
     x = torch.zeros((batch_size, *model.input_shape), dtype=data.dtype, device=device)
 
-    def total_logits(params: Params, batch: Batch) -> Tensor:
+    def _total_logits(params: Params, batch: Batch) -> Tensor:
         return model.forward(params, model.buffers, batch["x"]).logits.sum()
 
-    autograd_gradient(total_logits, model.params, {"x": x})
+    autograd_gradient(_total_logits, model.params, {"x": x})
     pass_bytes = torch.cuda.max_memory_allocated(device) - before
     param_bytes = sum(value.nbytes for value in model.params.values())
     client_bytes = NUM_PASSES * pass_bytes + NUM_STATES * param_bytes

@@ -1,6 +1,6 @@
 """FedCOG in a training loop of your own: `generate` before local training, its loss in every step.
 
-    made = fedcog.generate(global_model, previous_model, counts, input_shape)
+    made = fedcog.generate(global_model, previous_model, class_counts, input_shape)
     for x, y in loader:
         loss = made.loss(criterion(model(x), y), model)
 
@@ -128,7 +128,7 @@ class GeneratedData:
 def generate(
     global_model: nn.Module,
     previous_model: nn.Module | None,
-    counts: Counts,
+    class_counts: Counts,
     input_shape: Sequence[int],
     *,
     seed: int = 0,
@@ -141,15 +141,15 @@ def generate(
     Args:
         global_model: The global model, in the state that local training starts from.
         previous_model: The client's model of its last round; None if it never took part.
-        counts: The client's examples of each class, `(C,)`.
+        class_counts: The client's number of examples of each class, `(C,)`.
         input_shape: Shape of one input, such as (1, 28, 28). Inputs are normalized, as the models
             take them.
         seed: Seed.
         round: Current round, from 0.
         client: Client id.
         **settings: Settings of FedCOG, such as steps=100 or lambda_dis=0.1; `generator` may be a
-            network. For multi-label examples, `sizes`: the client's examples with 0, 1, 2, ...
-            labels.
+            network. For multi-label examples, `label_set_sizes`: the client's number of examples
+            with 0, 1, 2, ... labels.
 
     Returns:
         The generated inputs.
@@ -158,38 +158,38 @@ def generate(
         ConfigError: If an argument is invalid.
         ModelError: If the models cannot be used.
     """
-    sizes: Counts | None = settings.pop("sizes", None)
+    label_set_sizes: Counts | None = settings.pop("label_set_sizes", None)
     generator = settings.pop("generator", "none")
     stream, faults = _check_stream(seed, round, client)
     shape, shape_faults = _check_shape(input_shape)
     fedcog, setting_faults = _make_fedcog(generator, settings)
-    faults = setting_faults + _count_faults("counts", counts) + faults + shape_faults
-    if sizes is not None:
-        faults += _count_faults("sizes", sizes)
+    count_faults = _count_faults("class_counts", class_counts)
+    faults = setting_faults + count_faults + faults + shape_faults
+    if label_set_sizes is not None:
+        faults += _count_faults("label_set_sizes", label_set_sizes)
     if faults or fedcog is None:
         raise ConfigError(faults)
     previous = global_model if previous_model is None else previous_model
-    model = _make_model(global_model, shape, len(counts), generator, fedcog)
-    context = _make_context(model, previous, counts, sizes, stream)
+    model = _make_model(global_model, shape, len(class_counts), generator, fedcog)
+    context = _make_context(model, previous, class_counts, label_set_sizes, stream)
     made = _run_generation(fedcog, context, stream)
     if made is None:
         raise ConfigError(["fedcog.source 'nothing' generates nothing: do not call generate."])
     if not all(bool(made[name].isfinite().all()) for name in ("x", "logits")):
         raise ModelError(
             f"generated inputs are not finite: the models' weights ({context.lr.dtype}) are not "
-            "finite, "
-            "or their precision is too low."
+            "finite, or their precision is too low."
         )
     return GeneratedData(made["x"], made["y"], made["logits"], fedcog, context, stream)
 
 
-def distillation_loss(outputs: Tensor, teacher: Tensor, several: bool = False) -> Tensor:
+def distillation_loss(outputs: Tensor, teacher: Tensor, multi_label: bool = False) -> Tensor:
     """Return the mean distillation loss of logits.
 
     Args:
         outputs: The student's logits, `(B, C)`.
         teacher: The teacher's logits, `(B, C)`.
-        several: Whether examples may have several labels: KL of sigmoids instead of softmax.
+        multi_label: Whether an example may have several labels: KL of sigmoids, not of softmax.
 
     Returns:
         A 0-d tensor.
@@ -204,7 +204,7 @@ def distillation_loss(outputs: Tensor, teacher: Tensor, several: bool = False) -
             f"the logits have shape {list(outputs.shape)}, but the teacher's have "
             f"{list(teacher.shape)}."
         )
-    return make_task(outputs.shape[-1], several).distillation_loss(teacher, outputs).mean()
+    return make_task(outputs.shape[-1], multi_label).distillation_loss(teacher, outputs).mean()
 
 
 def _run_generation(fedcog: FedCOG, context: ClientContext, stream: RandomStream) -> Batch | None:
@@ -257,21 +257,26 @@ def _make_model(
 
 
 def _make_context(
-    model: Model, previous: nn.Module, counts: Counts, sizes: Counts | None, stream: RandomStream
+    model: Model,
+    previous: nn.Module,
+    class_counts: Counts,
+    label_set_sizes: Counts | None,
+    stream: RandomStream,
 ) -> ClientContext:
     """Create what the hooks see of the client."""
     like = next(iter(model.params.values()))
     broadcast: State = {"params": model.params, "buffers": model.buffers}
+    sizes = [0] if label_set_sizes is None else label_set_sizes
     zero = torch.tensor(0, device=like.device)
     return ClientContext(
         model=model,
-        task=make_task(len(counts), sizes is not None),
+        task=make_task(len(class_counts), label_set_sizes is not None),
         broadcast=broadcast,
         state={"previous": _matching_weights(previous, broadcast)},
         buffers=model.buffers,
         weight=like.new_ones(()),
-        class_counts=torch.as_tensor(counts, device=like.device).long(),
-        label_set_sizes=torch.as_tensor([0] if sizes is None else sizes, device=like.device).long(),
+        class_counts=torch.as_tensor(class_counts, device=like.device).long(),
+        label_set_sizes=torch.as_tensor(sizes, device=like.device).long(),
         round=zero + stream.round,
         step=zero,
         num_steps=zero,

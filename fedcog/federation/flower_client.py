@@ -48,12 +48,12 @@ def client_app(set_up: SetUp) -> ClientApp:
     app = ClientApp(mods=[_secagg_mod])
 
     @app.query()
-    def query(message: Message, context: Context) -> Message:
+    def _query(message: Message, context: Context) -> Message:
         partition = ConfigRecord({"partition-id": int(context.node_config["partition-id"])})
         return Message(RecordDict({"node": partition}), reply_to=message)
 
     @app.train()
-    def train(message: Message, context: Context) -> Message:
+    def _train(message: Message, context: Context) -> Message:
         setup = set_up(context)
         simulator = setup.simulator
         if bool(setup.secure_scale) != (RECORD_KEY_CONFIGS in message.content):

@@ -474,7 +474,7 @@ def server_app(
     app = ServerApp()
 
     @app.main()
-    def main(grid: Grid, context: Context) -> None:
+    def _main(grid: Grid, context: Context) -> None:
         serve(dict(context.run_config), functools.partial(FlowerBackend, grid, context))
 
     return app
@@ -495,7 +495,7 @@ def simulate(
     server = ServerApp()
 
     @server.main()
-    def main(grid: Grid, context: Context) -> None:
+    def _main(grid: Grid, context: Context) -> None:
         serve(FlowerBackend(grid, context, setup))
 
     resources: dict[str, Any] = {"num_cpus": 1, "num_gpus": 0.0}

@@ -153,7 +153,7 @@ class Model:
         """
         distances: list[Tensor] = []
 
-        def compare(layer: nn.Module, inputs: tuple[Tensor]) -> None:
+        def _compare(layer: nn.Module, inputs: tuple[Tensor]) -> None:
             features = inputs[0].to(x.dtype)
             dims = [dim for dim in range(features.dim()) if dim != 1]
             mean = features.mean(dims)
@@ -163,7 +163,7 @@ class Model:
 
         with contextlib.ExitStack() as stack:
             for layer in self.batch_norms:
-                stack.callback(layer.register_forward_pre_hook(compare).remove)
+                stack.callback(layer.register_forward_pre_hook(_compare).remove)
             logits = self.predict(weights, x)
         return logits, torch.stack(distances).sum()
 
@@ -266,13 +266,13 @@ class Model:
         """Floating-point operations of convolutions and linear layers in one forward pass."""
         flops: list[int] = []
 
-        def count(layer: nn.Linear | _ConvNd, _: object, output: Tensor) -> None:
+        def _count(layer: nn.Linear | _ConvNd, _: object, output: Tensor) -> None:
             flops.append(2 * output.numel() * layer.weight[0].numel())
 
         with contextlib.ExitStack() as stack:
             for layer in self._eval.modules():
                 if isinstance(layer, nn.Linear | _ConvNd):
-                    stack.callback(layer.register_forward_hook(count).remove)
+                    stack.callback(layer.register_forward_hook(_count).remove)
             parameter = next(iter(self.params.values()))
             self.predict(self.params | self.buffers, parameter.new_zeros(1, *self.input_shape))
         return sum(flops)

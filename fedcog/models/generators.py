@@ -304,13 +304,13 @@ def _upsample_conv(x: Tensor, weight: Tensor, size: tuple[int, int]) -> Tensor:
     if size != (2 * height, 2 * width):
         return F.conv2d(F.interpolate(x, size=size, mode="nearest"), weight, padding=1)
 
-    def sum_taps(w: Tensor, dim: int) -> Tensor:
+    def _sum_taps(w: Tensor, dim: int) -> Tensor:
         first, middle, last = w.unbind(dim)
         even = torch.stack((first, middle + last), dim)
         odd = torch.stack((first + middle, last), dim)
         return torch.stack([even, odd], 1)
 
-    y = F.conv2d(x, sum_taps(sum_taps(weight, 2), 4).flatten(0, 2), padding=1)
+    y = F.conv2d(x, _sum_taps(_sum_taps(weight, 2), 4).flatten(0, 2), padding=1)
     y = y.reshape(len(x), len(weight), 2, 2, height + 1, width + 1)
     rows = []
     for i in (0, 1):
@@ -426,7 +426,7 @@ def train_feature_generator(
     rate = torch.full_like(optimizer_state["step"], lr)
     losses = []
 
-    def objective(params: Params, eps: Tensor, y: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def _objective(params: Params, eps: Tensor, y: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         hidden = _first_layer(params, eps, y)
         mean = hidden.mean(0)
         variance = hidden.var(0, unbiased=False)
@@ -434,7 +434,7 @@ def train_feature_generator(
         return loss(features, eps, y), (mean.detach(), variance.detach())
 
     for eps, y in zip(noise, labels, strict=True):
-        grads, (value, (mean, variance)) = grad_and_value(objective, has_aux=True)(params, eps, y)
+        grads, (value, (mean, variance)) = grad_and_value(_objective, has_aux=True)(params, eps, y)
         params, state = optimizer.step(params, grads, state, rate)
         unbiased = variance * len(y) / (len(y) - 1)
         running_mean = (1 - BATCHNORM_MOMENTUM) * running_mean + BATCHNORM_MOMENTUM * mean

@@ -125,7 +125,7 @@ def _check_masks(module: nn.Module, input_shape: tuple[int, ...], masks: Masks) 
 def _weight_hook(prefix: str, width: float, masks: Masks, fill: float) -> Callable[..., Tensor]:
     """Make a hook on a linear layer or convolution that keeps a fraction of its channels."""
 
-    def hook(layer: Any, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    def _hook(layer: Any, inputs: tuple[Tensor], output: Tensor) -> Tensor:
         weight = layer.weight
         axis = -1 if isinstance(layer, nn.Linear) else 1
         kept_inputs = _nonzero_channels(prefix, inputs[0], axis, fill)
@@ -142,20 +142,20 @@ def _weight_hook(prefix: str, width: float, masks: Masks, fill: float) -> Callab
         shape[axis] = -1
         return fill * kept.reshape(shape).expand_as(output)
 
-    return hook
+    return _hook
 
 
 def _batchnorm_hook(prefix: str, masks: Masks, fill: float) -> Callable[..., Tensor]:
     """Make a hook on BatchNorm, which keeps the channels that it receives."""
 
-    def hook(layer: Any, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    def _hook(layer: Any, inputs: tuple[Tensor], output: Tensor) -> Tensor:
         kept = _nonzero_channels(prefix, inputs[0], 1, fill).to(output.dtype)
         for name in ("weight", "bias", "running_mean", "running_var"):
             if getattr(layer, name) is not None:
                 _record(masks, f"{prefix}{name}", kept)
         return fill * kept.reshape(1, -1, *[1] * (output.dim() - 2)).expand_as(output)
 
-    return hook
+    return _hook
 
 
 def _nonzero_channels(prefix: str, x: Tensor, axis: int, fill: float) -> Tensor:

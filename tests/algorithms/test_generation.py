@@ -249,7 +249,7 @@ def test_generation_batch_does_not_change_recorded_cuda_graphs(name: str) -> Non
         state = {"generation": initial, "step": torch.zeros((), dtype=torch.int64, device="cuda")}
         fixed = {"teacher": teacher, "students": students}
         final = cuda_graphs.GraphCache().repeat(step, "", state, fixed, config.num_steps(17))
-        inputs: Tensor = final["generation"]["learnt"]["x"]
+        inputs: Tensor = final["generation"]["optimized"]["x"]
         return inputs
 
     with torch.no_grad():
@@ -455,10 +455,10 @@ def test_trail_of_a_generator_adds_no_forward_passes() -> None:
     noise = torch.randn(7, 5, dtype=torch.float64)
     calls = 0
 
-    def render(learnt: Params) -> Tensor:
+    def render(optimized: Params) -> Tensor:
         nonlocal calls
         calls += 1
-        return generators.generate_inputs(model, learnt)
+        return generators.generate_inputs(model, optimized)
 
     def generate(config: GenerationConfig) -> State:
         state = generation.begin(
@@ -467,7 +467,7 @@ def test_trail_of_a_generator_adds_no_forward_passes() -> None:
         loss = generation.objective(Models(task, model, teacher, student), config, 7, render)
         for step in torch.arange(config.steps):
             state = generation.adam_step(loss, state, step, config, autograd_gradient)
-        return generation.end(state, render(state["learnt"]), config)
+        return generation.end(state, render(state["optimized"]), config)
 
     config = GenerationConfig(
         steps=4, lr=0.05, betas=(0.5, 0.9), disagreement=0.1, marks=(0, 2, 4), shown=(0, 3, 6)

@@ -93,7 +93,7 @@ def test_several_labels() -> None:
     module = filled(build("small", SHAPE, NUM_CLASSES, seed=2), weights)
     counts = toy.simulator.class_counts[0].tolist()
     sizes = toy.simulator.label_set_sizes[0].tolist()
-    made = fedcog.generate(module, None, counts, SHAPE, sizes=sizes, **OPTIONS)
+    made = fedcog.generate(module, None, counts, SHAPE, label_set_sizes=sizes, **OPTIONS)
     assert made.y.dtype == torch.bool and made.y.shape == (8, NUM_CLASSES)
     real = torch.zeros((), dtype=torch.float64)
     assert float(made.loss(real, module).detach()) == pytest.approx(0, abs=1e-12), (
@@ -202,7 +202,7 @@ def test_the_distillation_loss_is_a_divergence() -> None:
     q = student.sigmoid()
     each = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
     torch.testing.assert_close(
-        fedcog.distillation_loss(student, teacher, several=True), each.sum(-1).mean()
+        fedcog.distillation_loss(student, teacher, multi_label=True), each.sum(-1).mean()
     )
 
 
@@ -220,7 +220,9 @@ def test_the_distillation_loss_is_a_divergence() -> None:
     ],
 )
 def test_counts_are_numbers_of_examples(counts: Any) -> None:
-    with pytest.raises(ConfigError, match=r"counts needs a list of integers from 0 to 1e\+12"):
+    with pytest.raises(
+        ConfigError, match=r"class_counts needs a list of integers from 0 to 1e\+12"
+    ):
         fedcog.generate(build("small", SHAPE, NUM_CLASSES, seed=0), None, counts, SHAPE, **OPTIONS)
 
 

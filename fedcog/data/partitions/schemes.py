@@ -178,11 +178,11 @@ def label_quantity(examples: Examples, config: PartitionConfig, seed: int) -> li
     groups = _class_groups(examples.labels, config, "label-quantity")
 
     def draw(generator: np.random.Generator) -> list[Indices]:
-        def divide(members: Indices, num_parts: int) -> list[Indices]:
+        def _divide(members: Indices, num_parts: int) -> list[Indices]:
             cumulative = _proportions(generator, num_parts, config.beta).cumsum()
             return np.split(members, (cumulative[:-1] * len(members)).astype(np.int64))
 
-        return _divide_groups(examples.labels, groups, config.clients, generator, divide)
+        return _divide_groups(examples.labels, groups, config.clients, generator, _divide)
 
     return _draw_until_enough(draw, config, seed, f"label-quantity with beta {config.beta:g}")
 

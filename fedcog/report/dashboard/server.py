@@ -158,7 +158,12 @@ class _HTTPServer(ThreadingHTTPServer):
         super().__init__(*arguments)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Accept a connection; above the limit, close the oldest (an open page reconnects)."""
+        """Accept a connection; above the limit, close the oldest (an open page reconnects).
+
+        Args:
+            request: The connection's socket.
+            client_address: Host and port of the other side.
+        """
         if len(self._connections) >= MAX_CONNECTIONS:
             self._disconnect(next(iter(self._connections)))
         self._connections[request] = None
@@ -181,7 +186,12 @@ class _HTTPServer(ThreadingHTTPServer):
             request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Report errors of the server; a client that disconnects is no error."""
+        """Report errors of the server; a client that disconnects is no error.
+
+        Args:
+            request: The connection's socket.
+            client_address: Host and port of the other side.
+        """
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 

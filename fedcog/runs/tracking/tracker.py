@@ -21,6 +21,8 @@ MIN_RETRY_SECONDS = 60.0
 RETRY_FACTOR = 10
 """The wait is also this many times as long as the failure took, so retries take a tenth of a run.
 """
+LAST_ROUND_KEY = "told"
+"""Key of the last logged round in `tracking.json`. Existing files have it, so it stays."""
 MAX_REASON_LENGTH = 300
 """Characters of a tracker's error that are shown."""
 
@@ -187,14 +189,14 @@ class Trackers:
         if not isinstance(stored, dict):
             return "", 0
         run_id = stored.get("run")
-        last_round = stored.get("told")
+        last_round = stored.get(LAST_ROUND_KEY)
         if not isinstance(run_id, str) or type(last_round) is not int:
             return "", 0
         return run_id, max(0, last_round)
 
     def _store_progress(self, name: str) -> None:
         tracker = self._open[name]
-        self._stored |= {name: {"run": tracker.run_id, "told": tracker.last_round}}
+        self._stored |= {name: {"run": tracker.run_id, LAST_ROUND_KEY: tracker.last_round}}
         self._directory.save_tracking(self._stored)
 
     def _image(self, round: int) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Weights & Biases: at its server if a user is logged in, else in files in the run directory."""
+"""Weights & Biases: at its server if a user is logged in, otherwise in the run directory."""
 
 import netrc
 import os

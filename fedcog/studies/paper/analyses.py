@@ -304,7 +304,7 @@ def generation_time() -> Study:
         title="Generation time",
         source="Table 11",
         description=(
-            "Seconds in which one client by itself generates so many inputs in 100 steps. The "
+            "Seconds in which one client alone generates this number of inputs in 100 steps. The "
             "paper's local training took 14.81 s a round on its machine."
         ),
         cells=tuple(cells),

@@ -79,7 +79,7 @@ def _compile(folder: str, capability: int, launcher: Callable[..., Tensor], *arg
     os.environ["TRITON_CACHE_DIR"] = folder
     triton.runtime.driver.set_active(_FakeDriver(capability))
 
-    def compile_only(kernel: Any, grid: Any) -> Callable[..., Any]:
+    def _compile_only(kernel: Any, grid: Any) -> Callable[..., Any]:
         def run(*kernel_args: Any, **options: Any) -> None:
             compiled = kernel.run(*kernel_args, grid=grid, warmup=True, **options)
             # The C launcher of a kernel is not part of Triton's public interface.
@@ -92,7 +92,7 @@ def _compile(folder: str, capability: int, launcher: Callable[..., Tensor], *arg
 
     original = JITFunction.__getitem__
     try:
-        JITFunction.__getitem__ = compile_only
+        JITFunction.__getitem__ = _compile_only
         launcher(*(value.meta_tensor if isinstance(value, TensorSpec) else value for value in args))
     finally:
         JITFunction.__getitem__ = original

@@ -1,8 +1,9 @@
 """The functions that users call: they carry out experiments and write the reports."""
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack, get_type_hints
 
 from torch import nn
 
@@ -47,8 +48,8 @@ class ObjectKeywords(TypedDict, total=False):
     generator: nn.Module | None
 
 
-class CompareKeywords(ObjectKeywords, total=False):
-    """Keyword arguments of `compare`.
+class LoopKeywords(ObjectKeywords, total=False):
+    """Your own objects, and functions that are called during training.
 
     Attributes:
         callbacks: A function, or several, called after every round with the experiment and the
@@ -56,21 +57,29 @@ class CompareKeywords(ObjectKeywords, total=False):
         should_stop: Called after every round; if it returns true, the run saves a checkpoint and
             raises `Interrupted`.
         command: The command line to record in `provenance.json`.
-        track: A tracker or several: "tensorboard", "mlflow", "wandb", or a `Tracker` object.
     """
 
     callbacks: Callback | Sequence[Callback]
     should_stop: Callable[[], bool] | None
     command: str | None
+
+
+class SweepKeywords(LoopKeywords, SearchOptions, total=False):
+    """Keyword arguments of `sweep`: those of `LoopKeywords` and of the search."""
+
+
+class CompareKeywords(LoopKeywords, total=False):
+    """Keyword arguments of `compare`: those of `LoopKeywords` and trackers.
+
+    Attributes:
+        track: A tracker or several: "tensorboard", "mlflow", "wandb", or a `Tracker` object.
+    """
+
     track: str | Tracker | Sequence[str | Tracker]
 
 
-class SweepKeywords(CompareKeywords, SearchOptions, total=False):
-    """Keyword arguments of `sweep`."""
-
-
 class RunKeywords(CompareKeywords, total=False):
-    """Keyword arguments of `run`.
+    """Keyword arguments of `run`: those of `compare`, and how the directory is used.
 
     Attributes:
         resume: Whether to continue a run that is already in the directory.
@@ -107,12 +116,18 @@ def run(
 
     Example:
         ```python
-        run = fedcog.run(Experiment(FedCOG(FedAvg()), clients=5, rounds=3), "runs/mine")
+        import fedcog
+
+        experiment = fedcog.Experiment(fedcog.FedProx(mu=0.1), clients=5, rounds=2, local_steps=5)
+        run = fedcog.run(experiment, "runs/prox")
         print(run.last, run.best)
         ```
     """
+    _check_keywords("run", keywords, RunKeywords)
     objects = _objects(keywords)
-    options = _options(keywords)._replace(resume=keywords.get("resume", False))
+    options = _options(keywords)._replace(
+        resume=keywords.get("resume", False), trackers=_trackers(keywords)
+    )
     complete = round_loop(experiment)
     with torch_settings(experiment):
         if torchrun.is_follower():
@@ -153,10 +168,16 @@ def compare(
 
     Example:
         ```python
-        runs = fedcog.compare([Experiment(FedAvg()), Experiment(FedProx())], [0, 1, 2], "runs/c")
+        import fedcog
+
+        algorithms = [fedcog.FedAvg(), fedcog.FedProx(mu=0.1)]
+        experiments = [fedcog.Experiment(one, rounds=2, local_steps=5) for one in algorithms]
+        runs = fedcog.compare(experiments, seeds=[0, 1], out="runs/two")
         ```
     """
-    runs = run_comparison(experiments, seeds, out, _objects(keywords), _options(keywords))
+    _check_keywords("compare", keywords, CompareKeywords)
+    options = _options(keywords)._replace(trackers=_trackers(keywords))
+    runs = run_comparison(experiments, seeds, out, _objects(keywords), options)
     write_report([one.path for one in runs], Path(out))
     return runs
 
@@ -190,7 +211,18 @@ def sweep(
         ConfigError: If the sweep cannot work or would be unfair; it lists all problems at once.
         RecordError: If `out` holds another sweep.
         Interrupted: If the sweep was asked to stop.
+
+    Example:
+        ```python
+        import fedcog
+
+        experiment = fedcog.Experiment(fedcog.FedProx(), rounds=2, local_steps=5)
+        space = {"lr": [0.01, 0.1], "fedprox": {"mu": [0.01, 0.1]}}
+        (tuned,) = fedcog.sweep([experiment], space, "runs/tuned", trials=2, seeds=[0])
+        print(tuned.chosen, tuned.group.last.percent())
+        ```
     """
+    _check_keywords("sweep", keywords, SweepKeywords)
     objects = _objects(keywords)
     options = _options(keywords)
     search: SearchOptions = {}
@@ -250,12 +282,25 @@ def _objects(keywords: ObjectKeywords) -> UserObjects:
     return UserObjects(keywords.get("data"), keywords.get("model"), keywords.get("generator"))
 
 
-def _options(keywords: CompareKeywords) -> RunOptions:
+def _options(keywords: LoopKeywords) -> RunOptions:
     callbacks = keywords.get("callbacks", ())
-    trackers = keywords.get("track", ())
     return RunOptions(
         callbacks=(callbacks,) if callable(callbacks) else tuple(callbacks or ()),
         should_stop=keywords.get("should_stop"),
         command=keywords.get("command"),
-        trackers=(trackers,) if isinstance(trackers, str | Tracker) else tuple(trackers),
     )
+
+
+def _trackers(keywords: CompareKeywords) -> tuple[str | Tracker, ...]:
+    trackers = keywords.get("track", ())
+    return (trackers,) if isinstance(trackers, str | Tracker) else tuple(trackers)
+
+
+def _check_keywords(function: str, keywords: Mapping[str, Any], known: type) -> None:
+    """Refuse unknown keyword arguments, as Python does for functions that list theirs."""
+    names = get_type_hints(known)
+    for name in keywords:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else f" It accepts {', '.join(names)}."
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}.{hint}")

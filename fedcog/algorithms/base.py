@@ -55,12 +55,17 @@ class Algorithm:
 
     Example:
         ```python
+        from dataclasses import dataclass
+
+        from fedcog import Algorithm, setting, tree
+
+
         @dataclass(frozen=True)
         class Proximal(Algorithm):
             mu: float = setting(0.01, "weight of the proximal term", ">= 0")
 
             def penalty(self, params, outputs, batch, client):
-                drift = tree.subtract(params, client.broadcast["params"])
+                drift = tree.change(client.broadcast["params"], params)
                 return self.mu / 2 * tree.dot(drift, drift)
         ```
 

@@ -25,6 +25,11 @@ class ConfigError(Exception):
     """
 
     def __init__(self, faults: Iterable[str]) -> None:
+        """Create the error.
+
+        Args:
+            faults: Every problem found. The message has one line for each.
+        """
         self.faults = list(faults)
         super().__init__("\n".join(self.faults))
 
@@ -93,6 +98,11 @@ def setting(default: Any, help: str, *bounds: str, identity: bool = True) -> Any
 
     Example:
         ```python
+        from dataclasses import dataclass
+
+        from fedcog import Algorithm, setting
+
+
         @dataclass(frozen=True)
         class Mine(Algorithm):
             mu: float = setting(0.01, "weight of my penalty", ">= 0")

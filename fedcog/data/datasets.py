@@ -279,10 +279,15 @@ def from_arrays(
         DataError: If the arrays do not fit together; the message lists every fault.
 
     Example:
-        >>> import fedcog, torch
-        >>> x = torch.rand(20, 3)
-        >>> fedcog.from_arrays(x[:15], [0, 1, 2] * 5, x[15:], [0, 1, 2, 0, 1])
-        Dataset('custom', 15 + 5 examples of float32 [3], 3 classes)
+        ```python
+        import torch
+
+        import fedcog
+
+        x = torch.rand(20, 3)
+        data = fedcog.from_arrays(x[:15], [0, 1, 2] * 5, x[15:], [0, 1, 2, 0, 1])
+        print(data)  # Dataset('custom', 15 + 5 examples of float32 [3], 3 classes)
+        ```
     """
     fields: dict[str, Any] = {"name": "custom", **options}
     train_inputs = _to_inputs("train_x", train_x)

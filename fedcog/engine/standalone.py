@@ -157,6 +157,17 @@ def generate(
     Raises:
         ConfigError: If an argument is invalid.
         ModelError: If the models cannot be used.
+
+    Example:
+        ```python
+        from torch import nn
+
+        import fedcog
+
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+        made = fedcog.generate(model, None, [9, 0, 0, 0, 0, 0, 0, 0, 0, 3], (1, 8, 8), steps=5)
+        print(made.x.shape, made.y[:8])
+        ```
     """
     label_set_sizes: Counts | None = settings.pop("label_set_sizes", None)
     generator = settings.pop("generator", "none")

@@ -27,6 +27,13 @@ class Diverged(Exception):
     """
 
     def __init__(self, client_ids: Sequence[int], round: int, advice: str = "") -> None:
+        """Create the error.
+
+        Args:
+            client_ids: Clients whose update or state is not finite; empty if it is the server's.
+            round: The round, from 0.
+            advice: What may help.
+        """
         self.client_ids = list(client_ids)
         self.round = round
         self.advice = advice

@@ -233,7 +233,10 @@ def check_algorithm(algorithm: Algorithm, neutral: Algorithm | None = None) -> N
 
     Example:
         ```python
-        check_algorithm(MyMethod(mu=0.1), neutral=MyMethod(mu=0.0))
+        from fedcog import FedProx
+        from fedcog.testing import check_algorithm
+
+        check_algorithm(FedProx(mu=0.1), neutral=FedProx(mu=0.0))
         ```
     """
     with torch_settings(Experiment(threads=1)):

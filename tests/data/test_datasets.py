@@ -1,4 +1,4 @@
-"""Readers of data files, tested on files written byte by byte, and data sets from arrays."""
+"""Tests of data sets from arrays and torch data sets, and of file readers."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from fedcog.data.formats import read_idx
 
 torch.set_num_threads(1)
 
-generator = np.random.default_rng(0)
-IMAGES = generator.integers(0, 256, (6, 5, 7, 3), dtype=np.uint8)
+rng = np.random.default_rng(0)
+IMAGES = rng.integers(0, 256, (6, 5, 7, 3), dtype=np.uint8)
 LABELS = np.array([0, 1, 2, 0, 1, 2])
 
 
-def idx(array: np.ndarray[Any, Any]) -> bytes:
+def idx_bytes(array: np.ndarray[Any, Any]) -> bytes:
     return (
         bytes([0, 0, 8, array.ndim])
         + struct.pack(f">{array.ndim}I", *array.shape)
@@ -36,22 +36,28 @@ def idx(array: np.ndarray[Any, Any]) -> bytes:
     )
 
 
-def tensors(**changes: Any) -> dict[str, Any]:
+def dataset_arguments(**changes: Any) -> dict[str, Any]:
     x = torch.zeros(4, 1, 2, 2, dtype=torch.uint8)
     y = torch.tensor([0, 1, 0, 1])
-    sound = {"train_x": x, "train_y": y, "test_x": x[:2], "test_y": y[:2]}
-    return {"name": "mine", **sound, "classes": ("a", "b"), "mean": (0.5,), "std": (0.5,)} | changes
+    arrays = {"train_x": x, "train_y": y, "test_x": x[:2], "test_y": y[:2]}
+    return {
+        "name": "mine",
+        **arrays,
+        "classes": ("a", "b"),
+        "mean": (0.5,),
+        "std": (0.5,),
+    } | changes
 
 
 # The data set itself
 
 
-def test_a_sound_data_set_knows_its_input_shape() -> None:
-    assert Dataset(**tensors()).input_shape == (1, 2, 2)
+def test_dataset_has_input_shape() -> None:
+    assert Dataset(**dataset_arguments()).input_shape == (1, 2, 2)
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"train_y": torch.tensor([0, 1])}, "train_y is [2]"),
         ({"test_y": torch.tensor([[0], [1]])}, "test_y is [2, 1]"),
@@ -82,77 +88,83 @@ def test_a_sound_data_set_knows_its_input_shape() -> None:
         ({"indices": (torch.tensor([0.0]),)}, "give int64 in one dimension"),
     ],
 )
-def test_a_fault_is_named(changes: dict[str, Any], words: str) -> None:
+def test_error_names_the_fault_and_the_dataset(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError) as caught:
-        Dataset(**tensors(**changes))
-    assert words in str(caught.value) and "'mine'" in str(caught.value)
+        Dataset(**dataset_arguments(**changes))
+    assert message in str(caught.value) and "'mine'" in str(caught.value)
 
 
 def test_all_faults_are_reported_at_once() -> None:
     with pytest.raises(DataError) as caught:
         Dataset(
-            **tensors(train_y=torch.tensor([0, 1, 0, 9]), std=(-1.0,), indices=(torch.tensor([7]),))
+            **dataset_arguments(
+                train_y=torch.tensor([0, 1, 0, 9]), std=(-1.0,), indices=(torch.tensor([7]),)
+            )
         )
     assert str(caught.value).count("\n  - ") == 3
 
 
-# A user's own data
+# User data
 
 
-def test_images_come_in_every_layout() -> None:
+def test_all_image_layouts_give_the_same_dataset() -> None:
     channel_first = IMAGES.transpose(0, 3, 1, 2)
-    ways: list[Any] = [IMAGES, np.asfortranarray(IMAGES), IMAGES[::-1].copy()[::-1], channel_first]
-    ways.append(torch.from_numpy(channel_first.copy()))
-    for way in ways:
-        data = from_arrays(way, LABELS, way[:2], LABELS[:2])
+    layouts: list[Any] = [
+        IMAGES,
+        np.asfortranarray(IMAGES),
+        IMAGES[::-1].copy()[::-1],
+        channel_first,
+    ]
+    layouts.append(torch.from_numpy(channel_first.copy()))
+    for images in layouts:
+        data = from_arrays(images, LABELS, images[:2], LABELS[:2])
         assert torch.equal(data.train_x, torch.from_numpy(channel_first.copy()))
         assert data.train_x.is_contiguous() and data.classes == ("0", "1", "2")
-    grey = from_arrays(IMAGES[..., 0], LABELS, IMAGES[:1, ..., 0], LABELS[:1])
-    assert grey.input_shape == (1, 5, 7) and torch.equal(
-        grey.train_x[:, 0], torch.from_numpy(IMAGES[..., 0])
+    grayscale = from_arrays(IMAGES[..., 0], LABELS, IMAGES[:1, ..., 0], LABELS[:1])
+    assert grayscale.input_shape == (1, 5, 7) and torch.equal(
+        grayscale.train_x[:, 0], torch.from_numpy(IMAGES[..., 0])
     )
 
 
-def test_an_undecidable_layout_is_refused() -> None:
+def test_ambiguous_layout_is_refused() -> None:
     with pytest.raises(DataError, match=r"train_x .*tensor \[n, C, H, W\]"):
         from_arrays(IMAGES[:, :3], LABELS, IMAGES[:, :3], LABELS)
 
 
-def test_mean_and_std_are_those_of_the_training_images() -> None:
+def test_mean_and_std_come_from_training_images() -> None:
     data = from_arrays(IMAGES, LABELS, IMAGES[:1] * 0, LABELS[:1])
     assert data.mean == pytest.approx((IMAGES / 255).mean((0, 1, 2)))
     assert data.std == pytest.approx((IMAGES / 255).std((0, 1, 2)))
-    assert from_arrays(IMAGES, LABELS, IMAGES, LABELS, mean=[0, 0, 0], std=[1, 1, 1]).std == (
-        1.0,
-        1.0,
-        1.0,
-    )
+    normalized = from_arrays(IMAGES, LABELS, IMAGES, LABELS, mean=[0, 0, 0], std=[1, 1, 1])
+    assert normalized.std == (1.0, 1.0, 1.0)
     assert from_arrays(IMAGES * 0, LABELS, IMAGES, LABELS).std == (1.0, 1.0, 1.0)
 
 
-def test_floats_are_used_as_they_are() -> None:
-    x = generator.normal(size=(6, 9)).astype(">f8")
+def test_float_inputs_are_unchanged() -> None:
+    x = rng.normal(size=(6, 9)).astype(">f8")
     data = from_arrays(x, LABELS.astype(np.uint8), x[:2], LABELS[:2])
     assert data.train_x.dtype == torch.float32 and data.mean == () and data.input_shape == (9,)
     assert np.allclose(data.train_x.numpy(), x)
 
 
-def test_words_become_labels_and_users_numbers() -> None:
+def test_label_names_and_user_names_become_numbers() -> None:
     x = np.zeros((3, 2), np.float32)
     users = ["zoe", "ann", "zoe"]
     data = from_arrays(x, ["cat", "ant", "cat"], x[:1], np.array(["bee"], object), users=users)
     assert data.classes == ("ant", "bee", "cat")
     assert data.train_y.tolist() == [2, 0, 2] and data.test_y.tolist() == [1]
     assert data.users is not None and data.users.tolist() == [1, 0, 1]
-    given = from_arrays(
+    with_classes = from_arrays(
         x, ["cat", "ant", "cat"], x[:1], ["ant"], classes=["cat", "ant"], indices=[[0, 2], [1]]
     )
-    assert given.train_y.tolist() == [0, 1, 0]
-    assert given.indices is not None and [own.tolist() for own in given.indices] == [[0, 2], [1]]
+    assert with_classes.train_y.tolist() == [0, 1, 0]
+    assert with_classes.indices is not None and [
+        indices.tolist() for indices in with_classes.indices
+    ] == [[0, 2], [1]]
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("call", "message"),
     [
         (lambda x: from_arrays(x, ["cat"] * 6, x, ["dog"] * 6, classes=["cat"]), "dog"),
         (lambda x: from_arrays(x, LABELS + 0.5, x, LABELS), "train_y holds float64"),
@@ -165,8 +177,8 @@ def test_words_become_labels_and_users_numbers() -> None:
         (lambda x: from_arrays(x.astype(complex), LABELS, x, LABELS), "train_x holds complex128"),
     ],
 )
-def test_values_that_mean_nothing_are_refused(call: Callable[[Any], Dataset], words: str) -> None:
-    with pytest.raises(DataError, match=words):
+def test_invalid_values_are_refused(call: Callable[[Any], Dataset], message: str) -> None:
+    with pytest.raises(DataError, match=message):
         call(np.zeros((6, 2)))
 
 
@@ -178,8 +190,8 @@ class Pairs(torch.utils.data.Dataset[Any]):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, place: int) -> Any:
-        return self.inputs[place], self.labels[place]
+    def __getitem__(self, index: int) -> Any:
+        return self.inputs[index], self.labels[index]
 
 
 class Stream(torch.utils.data.IterableDataset[Any]):
@@ -187,18 +199,20 @@ class Stream(torch.utils.data.IterableDataset[Any]):
         return iter(zip(torch.from_numpy(IMAGES).permute(0, 3, 1, 2), LABELS, strict=True))
 
 
-def test_torch_data_sets_of_pictures_arrays_and_tensors() -> None:
-    wanted = from_arrays(IMAGES, LABELS, IMAGES, LABELS)
-    pictures = Pairs([Image.fromarray(image) for image in IMAGES], torch.tensor(LABELS))
-    for source in (pictures, Pairs(IMAGES, LABELS.tolist()), Stream()):
+def test_torch_datasets_of_images_arrays_and_tensors() -> None:
+    expected = from_arrays(IMAGES, LABELS, IMAGES, LABELS)
+    images = Pairs([Image.fromarray(image) for image in IMAGES], torch.tensor(LABELS))
+    for source in (images, Pairs(IMAGES, LABELS.tolist()), Stream()):
         data = from_torch(source, source, name="pairs", augment=True)
-        assert torch.equal(data.train_x, wanted.train_x) and torch.equal(data.test_y, wanted.test_y)
-        assert data.mean == wanted.mean and data.name == "pairs" and data.augment
+        assert torch.equal(data.train_x, expected.train_x) and torch.equal(
+            data.test_y, expected.test_y
+        )
+        assert data.mean == expected.mean and data.name == "pairs" and data.augment
     floats = Pairs(torch.rand(6, 3, 5, 7), LABELS)
     assert torch.equal(from_torch(floats, floats).train_x, floats.inputs)
 
 
-def test_a_torch_data_set_of_unlike_examples_is_refused() -> None:
+def test_torch_dataset_of_mixed_shapes_is_refused() -> None:
     uneven = Pairs([torch.zeros(2), torch.zeros(2), torch.zeros(3)], [0, 0, 0])
     with pytest.raises(DataError, match="example 2"):
         from_torch(uneven, uneven)
@@ -217,49 +231,49 @@ def test_idx_round_trip(shape: list[int], seed: int, zipped: bool) -> None:
     array = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "x-ubyte"
-        path.write_bytes(gzip.compress(idx(array)) if zipped else idx(array))
+        path.write_bytes(gzip.compress(idx_bytes(array)) if zipped else idx_bytes(array))
         assert torch.equal(read_idx(path), torch.from_numpy(array))
         assert torch.equal(read_idx(path, tuple(shape)), torch.from_numpy(array))
 
 
 @pytest.mark.parametrize("zipped", [False, True])
-def test_idx_cut_at_any_byte_is_refused(tmp_path: Path, zipped: bool) -> None:
-    whole = idx(IMAGES[:2, :3, :3, 0])
-    whole = gzip.compress(whole) if zipped else whole
+def test_truncated_idx_file_is_refused(tmp_path: Path, zipped: bool) -> None:
+    content = idx_bytes(IMAGES[:2, :3, :3, 0])
+    if zipped:
+        content = gzip.compress(content)
     path = tmp_path / "cut-ubyte"
-    for length in range(len(whole)):
-        path.write_bytes(whole[:length])
+    for length in range(len(content)):
+        path.write_bytes(content[:length])
         with pytest.raises(DataError, match="cut-ubyte"):
             read_idx(path)
-    path.write_bytes(whole + b"!")
+    path.write_bytes(content + b"!")
     with pytest.raises(DataError, match="cut-ubyte"):
         read_idx(path)
 
 
-@given(place=st.integers(0, 200), value=st.integers(1, 255))
+@given(position=st.integers(0, 200), value=st.integers(1, 255))
 @settings(max_examples=60, deadline=None)
-def test_a_damaged_gzip_never_gives_other_numbers(place: int, value: int) -> None:
+def test_damaged_gzip_never_changes_values(position: int, value: int) -> None:
     array = IMAGES[:2, :, :, 0]
-    whole = bytearray(gzip.compress(idx(array), mtime=0))
-    whole[place % len(whole)] ^= value
+    content = bytearray(gzip.compress(idx_bytes(array), mtime=0))
+    content[position % len(content)] ^= value
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "damaged"
-        path.write_bytes(whole)
+        path.write_bytes(content)
         try:
-            assert torch.equal(
-                read_idx(path), torch.from_numpy(array)
-            )  # a byte of the header that says nothing
+            # The damaged byte may be one of the header that the reader ignores.
+            assert torch.equal(read_idx(path), torch.from_numpy(array))
         except DataError as error:
             assert "damaged" in str(error)  # noqa: PT017
 
 
-def test_idx_promises_are_not_believed(tmp_path: Path) -> None:
+def test_idx_header_cannot_claim_more_than_the_file(tmp_path: Path) -> None:
     huge = bytes([0, 0, 8, 3]) + struct.pack(">3I", 2**32 - 1, 2**32 - 1, 2**32 - 1)
     for content in (huge, gzip.compress(huge + bytes(10**6))):
         (tmp_path / "bomb").write_bytes(content)
         with pytest.raises(DataError, match="more than it can hold"):
             read_idx(tmp_path / "bomb")
-    (tmp_path / "bomb").write_bytes(gzip.compress(idx(np.zeros(3, np.uint8)) + bytes(10**8)))
+    (tmp_path / "bomb").write_bytes(gzip.compress(idx_bytes(np.zeros(3, np.uint8)) + bytes(10**8)))
     with pytest.raises(DataError, match="continues after its end"):
         read_idx(tmp_path / "bomb")
 
@@ -267,7 +281,7 @@ def test_idx_promises_are_not_believed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"", b"\0\0\x0d\x01\0\0\0\0", b"\0\0\x08\0", b"<html>not found</html>"]
 )
-def test_foreign_files_are_named(tmp_path: Path, content: bytes) -> None:
+def test_error_names_files_that_are_not_idx(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "foreign").write_bytes(content)
     with pytest.raises(DataError, match=r"foreign.*not an IDX file"):
         read_idx(tmp_path / "foreign")
@@ -278,27 +292,24 @@ def test_foreign_files_are_named(tmp_path: Path, content: bytes) -> None:
 # The publishers' layouts
 
 
-def write_fashion(folder: Path, end: str, labels: list[int]) -> np.ndarray[Any, Any]:
+def write_fashion(folder: Path, suffix: str, labels: list[int]) -> np.ndarray[Any, Any]:
     folder.mkdir(parents=True)
-    pack = gzip.compress if end else bytes
-    images = generator.integers(0, 256, (len(labels), 28, 28), dtype=np.uint8)
+    compress = gzip.compress if suffix else bytes
+    images = rng.integers(0, 256, (len(labels), 28, 28), dtype=np.uint8)
     for part in ("train", "t10k"):
-        (folder / f"{part}-images-idx3-ubyte{end}").write_bytes(pack(idx(images)))
-        (folder / f"{part}-labels-idx1-ubyte{end}").write_bytes(
-            pack(idx(np.array(labels, np.uint8)))
+        (folder / f"{part}-images-idx3-ubyte{suffix}").write_bytes(compress(idx_bytes(images)))
+        (folder / f"{part}-labels-idx1-ubyte{suffix}").write_bytes(
+            compress(idx_bytes(np.array(labels, np.uint8)))
         )
     return images
 
 
-@pytest.mark.parametrize(("below", "end"), [("", ""), ("raw", ".gz")])
-def test_fashion_mnist(tmp_path: Path, below: str, end: str) -> None:
-    images = write_fashion(tmp_path / "set" / below, end, [9, 0, 3])
+@pytest.mark.parametrize(("subfolder", "suffix"), [("", ""), ("raw", ".gz")])
+def test_fashion_mnist_reads_both_layouts(tmp_path: Path, subfolder: str, suffix: str) -> None:
+    images = write_fashion(tmp_path / "set" / subfolder, suffix, [9, 0, 3])
     data = formats.read_fashion_mnist(tmp_path / "set", sizes=(3, 3))
-    assert torch.equal(data.train_x[:, 0], torch.from_numpy(images)) and data.test_y.tolist() == [
-        9,
-        0,
-        3,
-    ]
+    assert torch.equal(data.train_x[:, 0], torch.from_numpy(images))
+    assert data.test_y.tolist() == [9, 0, 3]
     assert (
         data.classes[0] == "T-shirt/top"
         and data.classes[9] == "Ankle boot"
@@ -308,7 +319,7 @@ def test_fashion_mnist(tmp_path: Path, below: str, end: str) -> None:
         formats.read_fashion_mnist(tmp_path / "set")
 
 
-def test_fashion_mnist_with_a_label_too_high_or_a_file_too_few(tmp_path: Path) -> None:
+def test_fashion_mnist_refuses_bad_labels_and_missing_files(tmp_path: Path) -> None:
     write_fashion(tmp_path / "set", "", [0, 10])
     with pytest.raises(DataError, match=r"train-labels-idx1-ubyte: example 1 has label 10"):
         formats.read_fashion_mnist(tmp_path / "set", sizes=(2, 2))
@@ -318,16 +329,18 @@ def test_fashion_mnist_with_a_label_too_high_or_a_file_too_few(tmp_path: Path) -
 
 
 def write_cifar10(folder: Path) -> np.ndarray[Any, Any]:
-    """Two records a file, all labels even, so that a reader off by a byte is seen."""
+    """Two records per file. All labels are even, so a reader that is one byte off fails."""
     folder.mkdir()
-    records = generator.integers(0, 256, (12, 3073), dtype=np.uint8)
+    records = rng.integers(0, 256, (12, 3073), dtype=np.uint8)
     records[:, 0] = np.arange(12) * 2 % 10
-    for place, name in enumerate([*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]):
-        records[2 * place : 2 * place + 2].tofile(folder / name)
+    for file_index, name in enumerate(
+        [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
+    ):
+        records[2 * file_index : 2 * file_index + 2].tofile(folder / name)
     return records
 
 
-def test_cifar10(tmp_path: Path) -> None:
+def test_cifar10_reads_records_and_class_names(tmp_path: Path) -> None:
     records = write_cifar10(tmp_path / "set")
     data = formats.read_cifar10(tmp_path / "set", sizes=(10, 2))
     assert data.train_y.tolist() == [0, 2, 4, 6, 8] * 2 and data.test_y.tolist() == [0, 2]
@@ -341,30 +354,30 @@ def test_cifar10(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "words"),
+    ("damage", "message"),
     [
-        (lambda whole: whole[:-1], "is cut short"),
-        (lambda whole: b"", "is cut short"),
-        (lambda whole: whole + b"!", "is not the publisher's file"),
-        (lambda whole: whole[:3073] + b"\x0a" + whole[3074:], "example 1 has label 10"),
+        (lambda content: content[:-1], "is cut short"),
+        (lambda content: b"", "is cut short"),
+        (lambda content: content + b"!", "is not the publisher's file"),
+        (lambda content: content[:3073] + b"\x0a" + content[3074:], "example 1 has label 10"),
     ],
 )
-def test_a_damaged_cifar_file_is_named(
-    tmp_path: Path, damage: Callable[[bytes], bytes], words: str
+def test_error_names_the_damaged_cifar_file(
+    tmp_path: Path, damage: Callable[[bytes], bytes], message: str
 ) -> None:
     write_cifar10(tmp_path / "set")
     path = tmp_path / "set" / "data_batch_4.bin"
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(DataError) as caught:
         formats.read_cifar10(tmp_path / "set", sizes=(10, 2))
-    assert str(path) in str(caught.value) and words in str(caught.value)
+    assert str(path) in str(caught.value) and message in str(caught.value)
     path.unlink()
     with pytest.raises(DataError, match=r"data_batch_4\.bin cannot be read"):
         formats.read_cifar10(tmp_path / "set", sizes=(10, 2))
 
 
-def test_cifar100_takes_the_fine_label(tmp_path: Path) -> None:
-    records = generator.integers(0, 256, (3, 3074), dtype=np.uint8)
+def test_cifar100_uses_fine_labels(tmp_path: Path) -> None:
+    records = rng.integers(0, 256, (3, 3074), dtype=np.uint8)
     records[:, 0] = 19
     records[:, 1] = [99, 0, 7]
     for name in ("train.bin", "test.bin"):
@@ -380,7 +393,7 @@ def test_cifar100_takes_the_fine_label(tmp_path: Path) -> None:
         formats.read_cifar100(tmp_path, sizes=(3, 3))
 
 
-def test_digits() -> None:
+def test_digits_split_is_stratified_and_scaled() -> None:
     data = formats.read_digits()
     assert len(data.train_y) + len(data.test_y) == 1797 and data.input_shape == (1, 8, 8)
     counts = (data.train_y.bincount() + data.test_y.bincount()).tolist()
@@ -393,29 +406,29 @@ def test_digits() -> None:
     assert data.std[0] == pytest.approx(float(scaled.std(correction=0)))
 
 
-def test_digits_are_scikit_learns_read_from_its_file_or_asked_of_it(
+def test_digits_match_scikit_learn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from sklearn.datasets import load_digits
 
-    # whose first ten are the first of each class
+    # The first ten digits of scikit-learn are one of each class.
     data = formats.read_digits()
-    bunch = load_digits()
-    assert np.array_equal(data.train_x[:10, 0].numpy(), np.rint(bunch.images[:10] * 255 / 16))
-    assert data.train_y[:10].tolist() == bunch.target[:10].tolist() == list(range(10))
+    expected = load_digits()
+    assert np.array_equal(data.train_x[:10, 0].numpy(), np.rint(expected.images[:10] * 255 / 16))
+    assert data.train_y[:10].tolist() == expected.target[:10].tolist() == list(range(10))
     monkeypatch.setattr(formats.Path, "exists", lambda path: False)
-    asked = formats.read_digits()
+    from_function = formats.read_digits()
     for name in ("train_x", "train_y", "test_x", "test_y"):
-        assert torch.equal(getattr(data, name), getattr(asked, name))
+        assert torch.equal(getattr(data, name), getattr(from_function, name))
 
 
-def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digits_need_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DataError, match="pip install scikit-learn"):
         formats.read_digits()
 
 
-def test_layouts_and_labels_that_are_probably_not_meant() -> None:
+def test_likely_mistakes_in_layouts_and_labels_are_refused() -> None:
     x = np.zeros((6, 16, 16, 3), np.float32)
     y = np.arange(6) % 3
     with pytest.raises(DataError, match="channels last"):

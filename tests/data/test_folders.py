@@ -1,4 +1,4 @@
-"""Data sets from folders of images: reading, splitting, and errors."""
+"""Tests of data sets from image folders: reading, splitting, and errors."""
 
 import struct
 import zlib
@@ -13,41 +13,44 @@ from fedcog import from_folder
 from fedcog.data import DataError
 
 
-def paint(file: Path, value: int, *, mode: str = "L", size: tuple[int, int] = (6, 5)) -> Path:
+def write_image(file: Path, value: int, *, mode: str = "L", size: tuple[int, int] = (6, 5)) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
-    Image.new(mode, size, value if mode in ("1", "L", "P", "I;16") else (value,) * len(mode)).save(
-        file
-    )
+    is_single_channel = mode in ("1", "L", "P", "I;16")
+    color = value if is_single_channel else (value,) * len(mode)
+    Image.new(mode, size, color).save(file)
     return file
 
 
-def album(folder: Path, count: int = 5, start: int = 0) -> Path:
-    """Two classes: cats are dark and dogs are light, each picture of its own shade."""
-    for number in range(count):
-        paint(folder / "cat" / f"{number}.png", start + number)
-        paint(folder / "dog" / "deep" / f"{number}.PNG", 100 + start + number)
+def write_folders(folder: Path, count: int = 5, start: int = 0) -> Path:
+    """Write two classes: dark cats and light dogs, every image with a different shade."""
+    for i in range(count):
+        write_image(folder / "cat" / f"{i}.png", start + i)
+        write_image(folder / "dog" / "deep" / f"{i}.PNG", 100 + start + i)
     return folder
 
 
-def test_every_fifth_picture_of_a_class_is_for_testing(tmp_path: Path) -> None:
-    data = from_folder(album(tmp_path, 11))
+def test_every_fifth_image_of_a_class_is_a_test_image(tmp_path: Path) -> None:
+    data = from_folder(write_folders(tmp_path, 11))
     assert (
         data.classes == ("cat", "dog")
         and data.input_shape == (1, 5, 6)
         and data.train_x.dtype == torch.uint8
     )
     by_name = sorted(range(11), key=str)  # 0, 1, 10, 2, ...
-    tests = [by_name[4], by_name[9]]
-    assert data.test_x[:, 0, 0, 0].tolist() == [*tests, *(100 + shade for shade in tests)]
+    test_shades = [by_name[4], by_name[9]]
+    assert data.test_x[:, 0, 0, 0].tolist() == [
+        *test_shades,
+        *(100 + shade for shade in test_shades),
+    ]
     assert data.test_y.tolist() == [0, 0, 1, 1] and data.train_y.bincount().tolist() == [9, 9]
     assert not set(data.train_x[:, 0, 0, 0].tolist()) & set(data.test_x[:, 0, 0, 0].tolist())
 
 
-def test_a_test_folder_of_its_own_and_whose_each_picture_is(tmp_path: Path) -> None:
-    train = album(tmp_path / "train")
-    test = album(tmp_path / "test", 1, start=50)
+def test_separate_test_folder_classes_and_users(tmp_path: Path) -> None:
+    train = write_folders(tmp_path / "train")
+    test = write_folders(tmp_path / "test", 1, start=50)
     (train / "cat" / "notes.txt").write_text("no picture")
-    paint(train / "cow" / "0.png", 9)
+    write_image(train / "cow" / "0.png", 9)
     data = from_folder(
         train, test, classes=["dog", "cat"], users=lambda file: int(file.stem) % 2, name="mine"
     )
@@ -58,13 +61,13 @@ def test_a_test_folder_of_its_own_and_whose_each_picture_is(tmp_path: Path) -> N
     assert from_folder(train, test).classes == ("cat", "cow", "dog")
 
 
-def test_pictures_of_other_sizes_and_colours_are_brought_to_one(tmp_path: Path) -> None:
-    album(tmp_path)
-    halves = np.zeros((4, 8, 3), np.uint8)
-    halves[:, 4:] = 200
-    Image.fromarray(halves).save(tmp_path / "cat" / "0.png")
+def test_images_are_converted_to_one_size_and_mode(tmp_path: Path) -> None:
+    write_folders(tmp_path)
+    half_bright = np.zeros((4, 8, 3), np.uint8)
+    half_bright[:, 4:] = 200
+    Image.fromarray(half_bright).save(tmp_path / "cat" / "0.png")
     data = from_folder(tmp_path, size=(2, 4))
-    assert data.input_shape == (3, 2, 4)  # one picture has colours, so all have three channels
+    assert data.input_shape == (3, 2, 4)  # one image is RGB, so all have three channels
     assert data.train_x[0, :, 0].tolist() == [[0, 0, 200, 200]] * 3
     assert data.train_x[1].unique().tolist() == [1]
     assert from_folder(tmp_path, size=1).train_x[0].flatten().tolist() == [100, 100, 100]
@@ -75,14 +78,14 @@ def test_pictures_of_other_sizes_and_colours_are_brought_to_one(tmp_path: Path) 
     [("1", 1), ("L", 1), ("P", 3), ("RGB", 3), ("RGBA", 3)],
     ids=lambda value: str(value),
 )
-def test_every_mode_of_eight_bits(tmp_path: Path, mode: str, channels: int) -> None:
+def test_every_eight_bit_mode_is_read(tmp_path: Path, mode: str, channels: int) -> None:
     for number in range(5):
-        paint(tmp_path / "one" / f"{number}.png", 1, mode=mode)
+        write_image(tmp_path / "one" / f"{number}.png", 1, mode=mode)
     assert from_folder(tmp_path).input_shape == (channels, 5, 6)
 
 
-def bomb(file: Path) -> None:
-    """A PNG of a hundred bytes that says it has 60,000 x 60,000 pixels."""
+def write_decompression_bomb(file: Path) -> None:
+    """Write a PNG of a hundred bytes that claims 60,000 x 60,000 pixels."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         return (
@@ -96,7 +99,7 @@ def bomb(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "words"),
+    ("damage", "message"),
     [
         ("size", r"4\.png is 7x5, and .*0\.png is 5x6: bring all images to one size"),
         ("empty", r"cat.4\.png is not a readable image"),
@@ -106,27 +109,27 @@ def bomb(file: Path) -> None:
         ("large", r"cat.4\.png has 8200 x 8200 pixels, more than"),
     ],
 )
-def test_a_picture_that_cannot_be_used_is_named(tmp_path: Path, how: str, words: str) -> None:
-    file = album(tmp_path) / "cat" / "4.png"
-    if how == "size":
-        paint(file, 1, size=(5, 7))
-    elif how == "empty":
+def test_error_names_the_unusable_image(tmp_path: Path, damage: str, message: str) -> None:
+    file = write_folders(tmp_path) / "cat" / "4.png"
+    if damage == "size":
+        write_image(file, 1, size=(5, 7))
+    elif damage == "empty":
         file.write_bytes(b"")
-    elif how == "cut":
-        draw = np.random.default_rng(0)
-        Image.fromarray(draw.integers(0, 255, (5, 6)).astype(np.uint8)).save(file)
+    elif damage == "cut":
+        rng = np.random.default_rng(0)
+        Image.fromarray(rng.integers(0, 255, (5, 6)).astype(np.uint8)).save(file)
         file.write_bytes(file.read_bytes()[:-30])
-    elif how == "deep":
-        paint(file, 1, mode="I;16")
-    elif how == "bomb":
-        bomb(file)
+    elif damage == "deep":
+        write_image(file, 1, mode="I;16")
+    elif damage == "bomb":
+        write_decompression_bomb(file)
     else:
-        paint(file, 1, mode="1", size=(8200, 8200))
-    with pytest.raises(DataError, match=words):
+        write_image(file, 1, mode="1", size=(8200, 8200))
+    with pytest.raises(DataError, match=message):
         from_folder(tmp_path)
 
 
-def test_folders_that_hold_too_little_or_too_much(
+def test_missing_small_and_oversized_folders_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(DataError, match=r"nowhere is not a readable folder"):
@@ -134,9 +137,9 @@ def test_folders_that_hold_too_little_or_too_much(
     with pytest.raises(DataError, match="holds too few images in folders of classes"):
         from_folder(tmp_path)
     with pytest.raises(DataError, match="at least 5 per class"):
-        from_folder(album(tmp_path / "few", 4))
+        from_folder(write_folders(tmp_path / "few", 4))
     with pytest.raises(DataError, match="size is 0: give a height and a width"):
-        from_folder(album(tmp_path / "all"), size=0)
+        from_folder(write_folders(tmp_path / "all"), size=0)
     monkeypatch.setattr("fedcog.data.folders.MAX_TOTAL_BYTES", 5 * 6 * 10 - 1)
     with pytest.raises(DataError, match="10 images of 5x6 are more than 299 bytes"):
         from_folder(tmp_path / "all")

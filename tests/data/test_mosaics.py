@@ -1,4 +1,4 @@
-"""Mosaics: contents, labels, and the distribution of user sizes."""
+"""Tests of mosaics: images, labels, and the distribution of user sizes."""
 
 from pathlib import Path
 
@@ -9,8 +9,8 @@ from fedcog.data import mosaics
 from fedcog.data.formats import read_digits
 
 
-def cifar100_file(path: Path, count: int, seed: int) -> np.ndarray:
-    """Write a CIFAR-100 file whose pixels hold the image's number; return the superclasses."""
+def write_cifar100(path: Path, count: int, seed: int) -> np.ndarray:
+    """Write a CIFAR-100 file whose pixels equal the image's index; return the superclasses."""
     coarse = np.random.default_rng(seed).integers(0, 20, count).astype(np.uint8)
     records = np.empty((count, 3074), np.uint8)
     records[:, 0] = coarse
@@ -20,30 +20,30 @@ def cifar100_file(path: Path, count: int, seed: int) -> np.ndarray:
     return coarse
 
 
-def test_mosaics_are_their_pictures_and_their_labels_what_those_are(tmp_path: Path) -> None:
-    coarse = cifar100_file(tmp_path / "train.bin", 120, 0)
-    cifar100_file(tmp_path / "test.bin", 60, 1)
+def test_mosaics_contain_whole_images_and_their_labels(tmp_path: Path) -> None:
+    coarse = write_cifar100(tmp_path / "train.bin", 120, 0)
+    write_cifar100(tmp_path / "test.bin", 60, 1)
     data = mosaics.read_mosaics(tmp_path, sizes=(120, 60))
     again = mosaics.read_mosaics(tmp_path, sizes=(120, 60))
     assert data.fingerprint == again.fingerprint and data.multi_label and len(data.classes) == 17
-    used: list[int] = []
+    used_ids: list[int] = []
     for image, labels in zip(data.train_x, data.train_y, strict=True):
-        cells = [image[:, top : top + 32, side : side + 32] for top in (0, 32) for side in (0, 32)]
-        shown = [int(cell[0, 0, 0]) for cell in cells if len(cell.unique()) == 1]
-        assert 1 <= len(shown) <= 4
+        cells = [image[:, top : top + 32, left : left + 32] for top in (0, 32) for left in (0, 32)]
+        image_ids = [int(cell[0, 0, 0]) for cell in cells if len(cell.unique()) == 1]
+        assert 1 <= len(image_ids) <= 4
         blank = [cell for cell in cells if len(cell.unique()) > 1]
         assert all(
             cell.flatten(1).unique(dim=1).tolist() == [[129], [124], [112]] for cell in blank
         )
-        assert labels.nonzero()[:, 0].tolist() == sorted(
-            int(coarse[one]) for one in shown
-        )  # no superclass twice
-        used += shown
-    assert len(used) == len(set(used)) >= 90  # of a hundred or so in 17 superclasses of 20
+        # Sorted labels without repeats: no superclass appears twice in a mosaic.
+        assert labels.nonzero()[:, 0].tolist() == sorted(int(coarse[i]) for i in image_ids)
+        used_ids += image_ids
+    # About a hundred of the 120 images belong to the 17 superclasses in use.
+    assert len(used_ids) == len(set(used_ids)) >= 90
     assert data.users is not None and len(data.users) == len(data.train_y)
 
 
-def test_users_of_mosaics_are_as_unequal_as_those_of_flair() -> None:
+def test_user_sizes_match_flair() -> None:
     sizes = np.bincount(mosaics.assign_users(15_232))
     assert sizes.sum() == 15_232
     assert np.percentile(sizes, [25, 50, 75]).tolist() == [1, 2, 5]
@@ -52,25 +52,27 @@ def test_users_of_mosaics_are_as_unequal_as_those_of_flair() -> None:
     assert mosaics.assign_users(1).tolist() == [0]
 
 
-def test_users_have_tastes_and_testers_have_none() -> None:
+def test_training_users_have_label_skew_and_test_users_none() -> None:
     superclasses = np.repeat(np.arange(20), 500)
     users = np.repeat(np.arange(10), 250)
-    for part, most in (("train", (0.5, 1.0)), ("test", (0.0, 0.3))):
+    for part, bounds in (("train", (0.5, 1.0)), ("test", (0.0, 0.3))):
         chosen = mosaics.choose_images(superclasses, users, part)
         counts = np.zeros((10, 20))
         rows, cells = np.nonzero(chosen >= 0)
         np.add.at(counts, (users[rows], superclasses[chosen[rows, cells]]), 1)
-        assert most[0] < counts.max() / 250 < most[1] and not counts[:, 17:].any()
+        assert bounds[0] < counts.max() / 250 < bounds[1] and not counts[:, 17:].any()
 
 
-def test_mosaics_of_digits_need_no_files() -> None:
+def test_digit_mosaics_need_no_files() -> None:
     data = mosaics.read_digit_mosaics()
     assert data.fingerprint == mosaics.read_digit_mosaics().fingerprint
     assert (len(data.train_x), len(data.test_x)) == (516, 127) and data.input_shape == (1, 16, 16)
     assert data.multi_label and data.users is not None and len(data.classes) == 10
-    digits = {bytes(one.numpy().tobytes()) for one in read_digits().train_x}
+    digits = {bytes(digit.numpy().tobytes()) for digit in read_digits().train_x}
     cells = [
-        data.train_x[:, :, top : top + 8, side : side + 8] for top in (0, 8) for side in (0, 8)
+        data.train_x[:, :, top : top + 8, left : left + 8] for top in (0, 8) for left in (0, 8)
     ]
-    assert sum(bool(cell.any()) for each in cells for cell in each) == int(data.train_y.sum())
-    assert all(cell.numpy().tobytes() in digits for each in cells for cell in each if cell.any())
+    assert sum(bool(cell.any()) for corner in cells for cell in corner) == int(data.train_y.sum())
+    assert all(
+        cell.numpy().tobytes() in digits for corner in cells for cell in corner if cell.any()
+    )

@@ -1,6 +1,4 @@
-"""Tokens have no gradient: networks of them are refused where inputs are optimised, and data of
-them everywhere.
-"""
+"""Tests that token inputs are refused, because tokens have no gradient."""
 
 from pathlib import Path
 
@@ -12,8 +10,8 @@ import fedcog
 from fedcog import ConfigError, DataError, Experiment, FedAvg, FedCOG, FedReg, ModelError
 
 
-class Tokens(nn.Module):
-    """A bag of words."""
+class TokenClassifier(nn.Module):
+    """A bag-of-words classifier. With `rounded` it rounds float inputs to token ids."""
 
     def __init__(self, rounded: bool = True) -> None:
         super().__init__()
@@ -22,12 +20,13 @@ class Tokens(nn.Module):
         self.last = nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.words(x.round().clamp(0, 19).long() if self.rounded else x).mean(1))
+        tokens = x.round().clamp(0, 19).long() if self.rounded else x
+        return self.last(self.words(tokens).mean(1))
 
 
 X = torch.randint(0, 20, (60, 5))
 Y = torch.arange(60) % 3
-SMALL = {
+SMALL_RUN = {
     "rounds": 1,
     "local_steps": 2,
     "batch_size": 8,
@@ -38,7 +37,7 @@ SMALL = {
 }
 
 
-def test_numbers_of_tokens_are_no_data() -> None:
+def test_integer_tokens_are_refused_as_data() -> None:
     with pytest.raises(
         DataError, match=r"train_x is int64 \[60, 5\]: .* floats of any shape \(tokens embedded\)"
     ):
@@ -46,28 +45,41 @@ def test_numbers_of_tokens_are_no_data() -> None:
 
 
 @pytest.mark.parametrize("algorithm", [FedCOG(start_round=0, count=4, steps=1), FedReg()])
-def test_what_optimises_inputs_refuses_a_network_without_gradient(
+def test_input_optimization_refuses_network_without_gradient(
     tmp_path: Path, algorithm: fedcog.Algorithm
 ) -> None:
     data = fedcog.from_arrays(X.float(), Y, X[:9].float(), Y[:9])
-    one = Experiment(algorithm=algorithm, **SMALL)  # type: ignore[arg-type]
+    config = Experiment(algorithm=algorithm, **SMALL_RUN)  # type: ignore[arg-type]
     with pytest.raises(
         ConfigError, match="optimizes inputs, but this network's outputs have no gradient"
     ):
-        fedcog.run(one, tmp_path / "refused", data=data, model=Tokens())
-    plain = Experiment(algorithm=FedAvg(), **SMALL)  # type: ignore[arg-type]
-    assert fedcog.run(plain, tmp_path / "plain", data=data, model=Tokens(), report=False).scores
+        fedcog.run(config, tmp_path / "refused", data=data, model=TokenClassifier())
+    plain = Experiment(algorithm=FedAvg(), **SMALL_RUN)  # type: ignore[arg-type]
+    assert fedcog.run(
+        plain, tmp_path / "plain", data=data, model=TokenClassifier(), report=False
+    ).scores
     fedcog.run(
-        one, tmp_path / "smooth", data=data, model=nn.Sequential(nn.Linear(5, 3)), report=False
+        config, tmp_path / "smooth", data=data, model=nn.Sequential(nn.Linear(5, 3)), report=False
     )
 
 
-def test_an_embedding_that_asks_for_whole_numbers_is_told_why_it_gets_none(tmp_path: Path) -> None:
+def test_embedding_of_float_inputs_is_refused_with_reason(tmp_path: Path) -> None:
     data = fedcog.from_arrays(X.float(), Y, X[:9].float(), Y[:9])
     with pytest.raises(ModelError, match="token numbers are not: give embedded tokens, as floats"):
-        fedcog.run(Experiment(**SMALL), tmp_path, data=data, model=Tokens(rounded=False))  # type: ignore[arg-type]
+        fedcog.run(
+            Experiment(**SMALL_RUN), tmp_path, data=data, model=TokenClassifier(rounded=False)
+        )  # type: ignore[arg-type]
 
 
-def test_a_loop_of_ones_own_is_told_the_same() -> None:
+def test_generate_refuses_network_without_gradient() -> None:
     with pytest.raises(ModelError, match="no gradient with respect to its inputs"):
-        fedcog.generate(Tokens(), Tokens(), [5, 0, 0], (5,), round=1, client=0, steps=2, count=4)
+        fedcog.generate(
+            TokenClassifier(),
+            TokenClassifier(),
+            [5, 0, 0],
+            (5,),
+            round=1,
+            client=0,
+            steps=2,
+            count=4,
+        )

@@ -1,6 +1,4 @@
-"""The paper's experiments as a queue: stopped, killed, shared out, and done in the end as if
-nothing had happened.
-"""
+"""Tests of the job queue: restarts, parallel processes, budgets, warm starts, damaged results."""
 
 import dataclasses
 import itertools
@@ -36,7 +34,7 @@ from fedcog.studies.result_store import Job, Results
 
 STUDIES = {name: smoke.smoke_version(study) for name, study in paper.studies().items()}
 BLOCKS = ("CIFAR-10, NIID-1", "CIFAR-10, NIID-2")
-FEW = STUDIES["main"]._replace(
+SMALL_STUDY = STUDIES["main"]._replace(
     cells=tuple(
         cell
         for cell in STUDIES["main"].cells
@@ -45,49 +43,70 @@ FEW = STUDIES["main"]._replace(
 )
 
 
-def found(results: Results, all_: list[Job]) -> dict[tuple[str, int], Any]:
-    """What came of jobs, without when and how fast."""
-    told = {(job.name, job.seed): dict(results.by_seed(job)[job.seed]) for job in all_}
-    for line in told.values():
-        del line["seconds"], line["provenance"]
-    return told
+def untimed_results(results: Results, jobs: list[Job]) -> dict[tuple[str, int], Any]:
+    """Results of the jobs, without seconds and provenance."""
+    lines = {(job.name, job.seed): dict(results.by_seed(job)[job.seed]) for job in jobs}
+    for line in lines.values():
+        del line["seconds"]
+        del line["provenance"]
+    return lines
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """The few, worked off in one go, each run alone."""
+def reference_results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Results of the small study from one uninterrupted queue, without stacking."""
     results = Results(tmp_path_factory.mktemp("done"))
-    ended = JobQueue(results, command="fedcog reproduce main").work(stack_jobs(jobs_of(FEW)))
-    assert ended == ([], 0)
+    outcome = JobQueue(results, command="fedcog reproduce main").work(
+        stack_jobs(jobs_of(SMALL_STUDY))
+    )
+    assert outcome == ([], 0)
     return results
 
 
-def test_every_job_of_a_study_is_counted_once(done: Results) -> None:
-    all_ = jobs_of(FEW)
-    assert len(all_) == 3 * 2 * 2 == len({(job.name, job.seed) for job in all_})
-    assert job_planning.progress_of([FEW], done) == [("main", 12, 12)]
-    assert job_planning.progress_of([FEW], Results(done.path / "elsewhere")) == [("main", 0, 12)]
-    assert job_planning.rounds_left([all_], done) == 0
-    # from nothing: 12 runs of two rounds after a start of one, and eight starts: FedAvg's is
-    # FedCOG's, too
-    assert job_planning.rounds_left([all_], Results(done.path / "elsewhere")) == 12 * 2 + 8
+def test_progress_counts_each_job_once(reference_results: Results) -> None:
+    jobs = jobs_of(SMALL_STUDY)
+    assert len(jobs) == 3 * 2 * 2 == len({(job.name, job.seed) for job in jobs})
+    assert job_planning.progress_of([SMALL_STUDY], reference_results) == [("main", 12, 12)]
+    assert job_planning.progress_of(
+        [SMALL_STUDY], Results(reference_results.path / "elsewhere")
+    ) == [("main", 0, 12)]
+    assert job_planning.rounds_left([jobs], reference_results) == 0
+    # 12 runs of two rounds after the warm start, and eight warm starts of one round.
+    # FedAvg and FedCOG share theirs.
+    assert (
+        job_planning.rounds_left([jobs], Results(reference_results.path / "elsewhere"))
+        == 12 * 2 + 8
+    )
 
 
-def test_some_algorithms_alone(done: Results, capsys: pytest.CaptureFixture[str]) -> None:
+def test_algorithms_option_selects_jobs(
+    reference_results: Results, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert {
-        algorithm_name(job.experiment.algorithm) for job in jobs_of(FEW, algorithms=["scaffold"])
+        algorithm_name(job.experiment.algorithm)
+        for job in jobs_of(SMALL_STUDY, algorithms=["scaffold"])
     } == {"scaffold"}
     assert {
-        algorithm_name(job.experiment.algorithm) for job in jobs_of(FEW, algorithms=["fedcog"])
+        algorithm_name(job.experiment.algorithm)
+        for job in jobs_of(SMALL_STUDY, algorithms=["fedcog"])
     } == {"fedavg+fedcog"}
     assert (
-        len(jobs_of(FEW, algorithms=["fedavg"]))
-        == 2 * len(jobs_of(FEW, algorithms=["scaffold"]))
+        len(jobs_of(SMALL_STUDY, algorithms=["fedavg"]))
+        == 2 * len(jobs_of(SMALL_STUDY, algorithms=["scaffold"]))
         == 8
     )
-    assert job_planning.progress_of([FEW], done, algorithms=["scaffold"]) == [("main", 4, 4)]
-    words = ["reproduce", "main", "--status", "--smoke", "--results", str(done.path)]
-    assert main([*words, "--algorithms", "scaffold"]) == 0
+    assert job_planning.progress_of([SMALL_STUDY], reference_results, algorithms=["scaffold"]) == [
+        ("main", 4, 4)
+    ]
+    arguments = [
+        "reproduce",
+        "main",
+        "--status",
+        "--smoke",
+        "--results",
+        str(reference_results.path),
+    ]
+    assert main([*arguments, "--algorithms", "scaffold"]) == 0
     assert "4/4" in capsys.readouterr().out
     assert (
         main(["reproduce", "--algorithms", "scaffold"]) == 2
@@ -99,116 +118,123 @@ def test_some_algorithms_alone(done: Results, capsys: pytest.CaptureFixture[str]
     )
 
 
-def test_runs_share_their_start_in_fact(done: Results) -> None:
+def test_runs_share_a_warm_start(reference_results: Results) -> None:
     by_row = {
-        cell.row: job_planning.job_of(cell, 0) for cell in FEW.cells if cell.block == BLOCKS[0]
+        cell.row: job_planning.job_of(cell, 0)
+        for cell in SMALL_STUDY.cells
+        if cell.block == BLOCKS[0]
     }
     assert (
         by_row["FedAvg"].warm_start == by_row["FedCOG"].warm_start != by_row["SCAFFOLD"].warm_start
     )
-    first = [
-        RunDirectory(done.run_directory(job)).lines()[0]
+    first_lines = [
+        RunDirectory(reference_results.run_directory(job)).lines()[0]
         for job in (by_row["FedAvg"], by_row["FedCOG"])
     ]
-    begun = by_row["FedAvg"].warm_start
-    assert begun is not None
+    warm_start = by_row["FedAvg"].warm_start
+    assert warm_start is not None
+    # Equal including seconds: the line was copied, not computed again.
     assert (
-        first[0] == first[1] == RunDirectory(done.run_directory(Job(begun))).lines()[0]
-    )  # seconds and all
+        first_lines[0]
+        == first_lines[1]
+        == RunDirectory(reference_results.run_directory(Job(warm_start))).lines()[0]
+    )
 
 
-def test_what_trains_as_one_comes_to_the_same(
-    done: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_stacked_jobs_match_separate_jobs(
+    reference_results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_planning, "stacks_seeds", lambda experiment: True)
-    grouped = stack_jobs(jobs_of(FEW))
-    assert [len(stack) for stack in grouped] == [4, 4, 4]  # two seeds of two partitions
+    stacks = stack_jobs(jobs_of(SMALL_STUDY))
+    assert [len(stack) for stack in stacks] == [4, 4, 4]  # two seeds x two partitions
     results = Results(tmp_path)
-    assert JobQueue(results).work(grouped) == ([], 0)
-    mine, theirs = (found(one, jobs_of(FEW)) for one in (results, done))
-    for name, line in mine.items():
-        assert line["loss"] == pytest.approx(theirs[name]["loss"], rel=1e-4)
-        assert line["accuracy"] == pytest.approx(theirs[name]["accuracy"], abs=0.01)
+    assert JobQueue(results).work(stacks) == ([], 0)
+    stacked = untimed_results(results, jobs_of(SMALL_STUDY))
+    separate = untimed_results(reference_results, jobs_of(SMALL_STUDY))
+    for name, line in stacked.items():
+        assert line["loss"] == pytest.approx(separate[name]["loss"], rel=1e-4)
+        assert line["accuracy"] == pytest.approx(separate[name]["accuracy"], abs=0.01)
 
 
-def test_no_more_train_as_one_than_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stack_size_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_planning, "stacks_seeds", lambda experiment: True)
 
-    def sizes(count: int, **who: Any) -> list[int]:
-        return [
-            len(part)
-            for part in stack_jobs([Job(Experiment(seed=seed, **who)) for seed in range(count)])
-        ]
+    def sizes(num_seeds: int, **settings: Any) -> list[int]:
+        jobs = [Job(Experiment(seed=seed, **settings)) for seed in range(num_seeds)]
+        return [len(stack) for stack in stack_jobs(jobs)]
 
     assert sizes(40, clients=3) == [16, 16, 8]
-    assert sizes(30, clients=10) == [12, 12, 6]  # of 128 clients
+    assert sizes(30, clients=10) == [12, 12, 6]  # at most 128 clients in a stack
     assert sizes(3, clients=50) == [2, 1] and sizes(3, clients=50, participation=0.5) == [3]
     assert sizes(2, clients=500) == [1, 1]
 
 
-def test_users_of_several_seeds_train_as_one(
+def test_stacked_seeds_with_different_users_match_separate_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few = [
+    cells = [
         cell
         for cell in STUDIES["flair"].cells
         if cell.block == "Mosaics, O-F1" and cell.row in ("FedSAM", "FedCOG")
     ]
-    study = STUDIES["flair"]._replace(cells=tuple(few))
-    alone = Results(tmp_path / "alone")
-    together = Results(tmp_path / "together")
-    assert JobQueue(alone).work(stack_jobs(jobs_of(study))) == ([], 0)
+    study = STUDIES["flair"]._replace(cells=tuple(cells))
+    separate_results = Results(tmp_path / "alone")
+    stacked_results = Results(tmp_path / "together")
+    assert JobQueue(separate_results).work(stack_jobs(jobs_of(study))) == ([], 0)
     monkeypatch.setattr(job_planning, "stacks_seeds", lambda experiment: True)
-    assert [len(stack) for stack in stack_jobs(jobs_of(study))] == [
-        2,
-        2,
-    ]  # two seeds, whose users are not the same
-    assert JobQueue(together).work(stack_jobs(jobs_of(study))) == ([], 0)
-    mine, theirs = (found(one, jobs_of(study)) for one in (together, alone))
-    for name, line in mine.items():
-        assert line["loss"] == pytest.approx(theirs[name]["loss"], rel=1e-4)
+    assert [len(stack) for stack in stack_jobs(jobs_of(study))] == [2, 2]
+    assert JobQueue(stacked_results).work(stack_jobs(jobs_of(study))) == ([], 0)
+    stacked = untimed_results(stacked_results, jobs_of(study))
+    separate = untimed_results(separate_results, jobs_of(study))
+    for name, line in stacked.items():
+        assert line["loss"] == pytest.approx(separate[name]["loss"], rel=1e-4)
         assert (
-            line["o_f1"] == pytest.approx(theirs[name]["o_f1"], abs=0.01)
+            line["o_f1"] == pytest.approx(separate[name]["o_f1"], abs=0.01)
             and line["c_p"]
             and "accuracy" not in line
         )
 
 
-def test_the_beginning_of_a_longer_run_is_not_run_again(tmp_path: Path) -> None:
-    """Users' images are in two tables, of which one asks for two rounds more."""
+def test_longer_run_supplies_the_shorter_result(tmp_path: Path) -> None:
+    """Two studies train the same experiments, one of them for two more rounds."""
     study = STUDIES["flair"]
-    few = [
+    cells = [
         cell
         for cell in study.cells
         if cell.block == "Mosaics, O-F1" and cell.row in ("FedAvg", "FedCOG")
     ]
-    short = jobs_of(study._replace(cells=tuple(few)))
-    long = [
+    short_jobs = jobs_of(study._replace(cells=tuple(cells)))
+    long_jobs = [
         job._replace(
             experiment=dataclasses.replace(job.experiment, rounds=job.experiment.rounds + 2)
         )
-        for job in short
+        for job in short_jobs
     ]
-    work = stack_jobs([*short, *long])
-    assert [stack[0] in long for stack in work] == [True, False] * 4  # the longer ones first
-    done = Results(tmp_path / "done")
-    apart = Results(tmp_path / "apart")
-    assert JobQueue(done).work(work) == ([], 0)
-    assert JobQueue(apart).work(stack_jobs(short)) == ([], 0)
-    assert found(done, short) == found(apart, short)
-    assert not any(done.run_directory(job).exists() for job in short)
+    stacks = stack_jobs([*short_jobs, *long_jobs])
+    # Longer runs come first.
+    assert [stack[0] in long_jobs for stack in stacks] == [True, False] * 4
+    shared_results = Results(tmp_path / "done")
+    separate_results = Results(tmp_path / "apart")
+    assert JobQueue(shared_results).work(stacks) == ([], 0)
+    assert JobQueue(separate_results).work(stack_jobs(short_jobs)) == ([], 0)
+    assert untimed_results(shared_results, short_jobs) == untimed_results(
+        separate_results, short_jobs
+    )
+    assert not any(shared_results.run_directory(job).exists() for job in short_jobs)
 
 
-def test_what_nobody_can_fetch_is_work_only_where_it_is(
+def test_dataset_without_download_is_planned_only_if_present(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     study = paper.studies()["flair"]
-    here = jobs_of(study, data_dir=str(tmp_path))
-    assert {job.experiment.dataset for job in here} == {"mosaics"} and len(here) == 11 * 3
+    mosaics_jobs = jobs_of(study, data_dir=str(tmp_path))
+    assert {job.experiment.dataset for job in mosaics_jobs} == {"mosaics"} and len(
+        mosaics_jobs
+    ) == 11 * 3
     assert job_planning.progress_of([study], Results(tmp_path), data_dir=str(tmp_path)) == [
         ("flair", 0, 33)
     ]
-    words = [
+    arguments = [
         "reproduce",
         "flair",
         "--datasets",
@@ -218,398 +244,410 @@ def test_what_nobody_can_fetch_is_work_only_where_it_is(
         "--results",
         str(tmp_path / "x"),
     ]
-    assert main(words) == 2  # asked for by its name, it is told to be missing
+    assert main(arguments) == 2
     assert "flair is missing: fedcog data get flair" in capsys.readouterr().err
     (tmp_path / "flair" / "small_images").mkdir(parents=True)
     (tmp_path / "flair" / "labels_and_metadata.json").write_text("[]")
-    both = jobs_of(study, data_dir=str(tmp_path))
-    assert len(both) == 2 * len(here)
-    sets = {
+    all_jobs = jobs_of(study, data_dir=str(tmp_path))
+    assert len(all_jobs) == 2 * len(mosaics_jobs)
+    experiments = {
         name: {
             dataclasses.replace(job.experiment, dataset="digits")
-            for job in both
+            for job in all_jobs
             if job.experiment.dataset == name
         }
         for name in ("flair", "mosaics")
     }
-    assert sets["flair"] == sets["mosaics"]  # the same experiments
+    assert experiments["flair"] == experiments["mosaics"]
 
 
-def test_the_tables_of_several_labels_share_their_starts() -> None:
-    known = paper.studies()
-    starts = {
-        name: {job.warm_start for job in jobs_of(known[name], ("mosaics",))}
+def test_multi_label_studies_share_warm_starts() -> None:
+    studies = paper.studies()
+    warm_starts = {
+        name: {job.warm_start for job in jobs_of(studies[name], ("mosaics",))}
         for name in ("flair", "plug-and-play")
     }
+    # eight algorithms x three seeds
     assert (
-        starts["plug-and-play"] < starts["flair"] and len(starts["flair"]) == 8 * 3
-    )  # methods and seeds
-    runs = {job.name for job in jobs_of(known["flair"], ("mosaics",))}
-    assert len(runs) == 11 and not runs & {
-        job.name for job in jobs_of(known["plug-and-play"], ("mosaics",))
+        warm_starts["plug-and-play"] < warm_starts["flair"] and len(warm_starts["flair"]) == 8 * 3
+    )
+    names = {job.name for job in jobs_of(studies["flair"], ("mosaics",))}
+    assert len(names) == 11 and not names & {
+        job.name for job in jobs_of(studies["plug-and-play"], ("mosaics",))
     }
 
 
-def test_stopped_after_every_round_it_gets_there_all_the_same(
-    done: Results, tmp_path: Path
+def test_repeatedly_stopped_queue_gives_the_same_results(
+    reference_results: Results, tmp_path: Path
 ) -> None:
     results = Results(tmp_path)
-    all_ = stack_jobs(jobs_of(FEW))
-    stops = 0
-    while stops < 60:
-        asked = iter([False, False, True])
-        ended = JobQueue(results, should_stop=lambda asked=asked: next(asked, True)).work(all_)  # type: ignore[misc]
-        assert ended.failures == []
-        if not ended.num_left:
+    stacks = stack_jobs(jobs_of(SMALL_STUDY))
+    num_stops = 0
+    while num_stops < 60:
+        answers = iter([False, False, True])
+        outcome = JobQueue(results, should_stop=lambda answers=answers: next(answers, True)).work(
+            stacks
+        )  # type: ignore[misc]
+        assert outcome.failures == []
+        if not outcome.num_left:
             break
-        stops += 1
-    assert stops > 5
-    assert found(results, jobs_of(FEW)) == found(done, jobs_of(FEW))
+        num_stops += 1
+    assert num_stops > 5
+    assert untimed_results(results, jobs_of(SMALL_STUDY)) == untimed_results(
+        reference_results, jobs_of(SMALL_STUDY)
+    )
 
 
-def steps(out: Path) -> list[str]:
+def steps_arguments(out: Path) -> list[str]:
     return ["reproduce", "steps", "--smoke", "--plain", "--results", str(out)]
 
 
-def command(out: Path) -> list[str]:
-    return [sys.executable, "-m", "fedcog", *steps(out)]
+def steps_command(out: Path) -> list[str]:
+    return [sys.executable, "-m", "fedcog", *steps_arguments(out)]
 
 
-def wait_for(what: Callable[[], bool], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, "it never came"
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.02)
 
 
-def test_killed_with_no_chance_to_say_anything_it_goes_on(tmp_path: Path) -> None:
+def test_killed_queue_resumes_with_the_same_results(tmp_path: Path) -> None:
     killed = Results(tmp_path / "killed")
-    whole = Results(tmp_path / "whole")
-    wanted = jobs_of(STUDIES["steps"])
-    for count in (1, 3):  # results that are there when it is killed
+    uninterrupted = Results(tmp_path / "whole")
+    jobs = jobs_of(STUDIES["steps"])
+    for num_results in (1, 3):  # results stored before the kill
         process = subprocess.Popen(
-            command(killed.path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            steps_command(killed.path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         try:
-            wait_for(lambda count=count: sum(killed.has(job) for job in wanted) >= count)  # type: ignore[misc]
+            wait_for(
+                lambda num_results=num_results: sum(killed.has(job) for job in jobs) >= num_results
+            )  # type: ignore[misc]
         finally:
             os.kill(process.pid, signal.SIGKILL)
             process.wait(30)
-    assert not all(killed.has(job) for job in wanted)
-    for results in (killed, whole):
-        assert main(steps(results.path)) == 0
-    assert found(killed, wanted) == found(whole, wanted)
-    assert (whole.path / "results.html").exists()
+    assert not all(killed.has(job) for job in jobs)
+    for results in (killed, uninterrupted):
+        assert main(steps_arguments(results.path)) == 0
+    assert untimed_results(killed, jobs) == untimed_results(uninterrupted, jobs)
+    assert (uninterrupted.path / "results.html").exists()
 
 
-def test_two_at_once_share_the_work_and_do_nothing_twice(tmp_path: Path) -> None:
+def test_parallel_processes_divide_jobs_without_repeats(tmp_path: Path) -> None:
     out = tmp_path / "both"
-    both = [
-        subprocess.Popen(command(out), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    processes = [
+        subprocess.Popen(
+            steps_command(out), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
         for _ in range(2)
     ]
-    told = [process.communicate(timeout=120)[1] for process in both]
-    assert [process.returncode for process in both] == [0, 0], told
+    logs = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], logs
     files = [file for file in out.rglob("*.jsonl") if "runs" not in file.parts]
     assert len(files) == 4
     for file in files:
         seeds = [json.loads(line)["seed"] for line in file.read_text().splitlines()[1:]]
         assert sorted(seeds) == [0, 1]
-    rounds = [sum(", round " in line for line in text.splitlines()) for text in told]
-    assert sum(rounds) == 2 + 8 * 2  # two starts of a round, and eight runs of two rounds more
+    num_rounds = [sum(", round " in line for line in log.splitlines()) for log in logs]
+    assert sum(num_rounds) == 2 + 8 * 2  # two warm starts of one round; eight runs of two more
 
 
-def test_a_start_that_somebody_else_has_just_finished_is_not_begun_again(
+def test_warm_start_finished_by_another_process_is_reused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few = [one for one in jobs_of(STUDIES["steps"]) if one.seed == 0][:1]
-    JobQueue(Results(tmp_path)).work(stack_jobs(few))
+    jobs = [job for job in jobs_of(STUDIES["steps"]) if job.seed == 0][:1]
+    JobQueue(Results(tmp_path)).work(stack_jobs(jobs))
     results = Results(tmp_path / "again")
-    finished = JobQueue._is_finished
+    is_finished = JobQueue._is_finished
     shutil.copytree(tmp_path / "runs", tmp_path / "again" / "runs")
-    said: list[bool] = []
+    answers: list[bool] = []
 
-    def not_at_first(self: JobQueue, one: Job) -> bool:
-        said.append(bool(said) and finished(self, one))
-        return said[-1]
+    def false_at_first(self: JobQueue, job: Job) -> bool:
+        answers.append(bool(answers) and is_finished(self, job))
+        return answers[-1]
 
-    monkeypatch.setattr(JobQueue, "_is_finished", not_at_first)
-    assert JobQueue(results).work(stack_jobs(few)) == ([], 0) and said[:2] == [False, True]
+    monkeypatch.setattr(JobQueue, "_is_finished", false_at_first)
+    assert JobQueue(results).work(stack_jobs(jobs)) == ([], 0) and answers[:2] == [False, True]
 
 
-def test_a_budget_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queue_keeps_its_time_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(job_queue.time, "monotonic", lambda: now[0])
     deadline = Deadline(200)
     deadline.start_stack()
     now[0] = 80
     deadline.round_finished("one")
-    deadline.round_finished(
-        "other"
-    )  # took 80 s, as one did: the next may take half as long again, and 8 s are kept back
+    # Each took 80 s. The next may take 1.5 times that, and 8 s are reserved.
+    deadline.round_finished("other")
     assert deadline.is_over()
     now[0] = 100
     deadline.round_finished("one")
-    deadline.round_finished("other")  # took 20 s: the first had much to prepare
+    deadline.round_finished("other")  # took 20 s: only the first round pays for the setup
     assert not deadline.is_over()
     now[0] = 161.9
     assert not deadline.is_over()
     now[0] = 162.1
     assert deadline.is_over()
-    deadline.start_stack()  # what comes next may be quicker
+    deadline.start_stack()  # forgets how long the rounds of the previous stack took
     assert not deadline.is_over()
     results = Results(tmp_path)
-    all_ = stack_jobs(jobs_of(FEW))
-    ended = JobQueue(results, budget=1).work(all_)  # less than what is kept back
-    assert ended == ([], 12) and not results.path.joinpath("runs").exists()
+    stacks = stack_jobs(jobs_of(SMALL_STUDY))
+    outcome = JobQueue(results, budget=1).work(stacks)  # less than the reserved 8 s
+    assert outcome == ([], 12) and not results.path.joinpath("runs").exists()
 
 
-def test_a_long_first_round_does_not_stop_a_run_after_a_short_second_one(
+def test_slow_first_round_does_not_exhaust_the_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    rounds = [80.0, 5.0, 5.0, 5.0]
+    round_seconds = [80.0, 5.0, 5.0, 5.0]
     monkeypatch.setattr(job_queue.time, "monotonic", lambda: now[0])
     start_round = Server.start_round
 
-    def slow(self: Server, round: int) -> Any:
-        now[0] += rounds[round]
+    def slow_start_round(self: Server, round: int) -> Any:
+        now[0] += round_seconds[round]
         return start_round(self, round)
 
-    monkeypatch.setattr(Server, "start_round", slow)
-    one = Job(dataclasses.replace(jobs_of(FEW)[0].experiment, rounds=4))
-    # after 85 s another round like the first would not fit, but the second says what a round takes
-    said: list[str] = []
-    assert JobQueue(Results(tmp_path / "enough"), budget=210, say=said.append).work([[one]]) == (
-        [],
-        0,
-    )
-    assert len(said) == 1  # begun once
+    monkeypatch.setattr(Server, "start_round", slow_start_round)
+    job = Job(dataclasses.replace(jobs_of(SMALL_STUDY)[0].experiment, rounds=4))
+    # After 85 s a round like the first would not fit, but one like the second does.
+    messages: list[str] = []
+    queue = JobQueue(Results(tmp_path / "enough"), budget=210, say=messages.append)
+    assert queue.work([[job]]) == ([], 0)
+    assert len(messages) == 1  # started once
     now[0] = 0
-    assert JobQueue(Results(tmp_path / "too little"), budget=90).work([[one]]) == ([], 1)
+    assert JobQueue(Results(tmp_path / "too little"), budget=90).work([[job]]) == ([], 1)
 
 
-def test_shards_are_all_of_it_and_keep_together_what_shares_a_start() -> None:
-    every = [job for study in STUDIES.values() for job in jobs_of(study)]
-    all_ = stack_jobs(list(dict.fromkeys(every)))
-    parts = [shard(all_, part, 3) for part in range(3)]
-    assert sorted(id(stack) for part in parts for stack in part) == sorted(
-        id(stack) for stack in all_
+def test_shards_cover_all_jobs_and_share_no_warm_start() -> None:
+    jobs = [job for study in STUDIES.values() for job in jobs_of(study)]
+    stacks = stack_jobs(list(dict.fromkeys(jobs)))
+    shards = [shard(stacks, part, 3) for part in range(3)]
+    assert sorted(id(stack) for part in shards for stack in part) == sorted(
+        id(stack) for stack in stacks
     )
-    assert all(len(part) > 10 for part in parts)
-    starts = [
+    assert all(len(part) > 10 for part in shards)
+    warm_starts = [
         {job.warm_start for stack in part for job in stack if job.warm_start is not None}
-        for part in parts
+        for part in shards
     ]
-    assert not any(one & other for one, other in itertools.combinations(starts, 2))
+    assert not any(a & b for a, b in itertools.combinations(warm_starts, 2))
 
 
-def test_what_fails_stops_nothing_and_is_told(tmp_path: Path) -> None:
-    impossible = dataclasses.replace(jobs_of(FEW)[0].experiment, partition="label-skew", clients=3)
-    told: list[str] = []
-    ended = JobQueue(Results(tmp_path), say=told.append).work(
-        [[Job(impossible)], [jobs_of(FEW)[0]]]
+def test_failed_job_is_reported_and_others_continue(tmp_path: Path) -> None:
+    impossible = dataclasses.replace(
+        jobs_of(SMALL_STUDY)[0].experiment, partition="label-skew", clients=3
     )
-    assert ended.num_left == 0 and "3 clients cannot hold them all" in ended.failures[0]
-    assert Results(tmp_path).has(jobs_of(FEW)[0])
-    assert any(line.startswith("failed: ") for line in told)
+    messages: list[str] = []
+    outcome = JobQueue(Results(tmp_path), say=messages.append).work(
+        [[Job(impossible)], [jobs_of(SMALL_STUDY)[0]]]
+    )
+    assert outcome.num_left == 0 and "3 clients cannot hold them all" in outcome.failures[0]
+    assert Results(tmp_path).has(jobs_of(SMALL_STUDY)[0])
+    assert any(line.startswith("failed: ") for line in messages)
 
 
-def test_too_little_memory_for_one_does_not_stop_the_others(
+def test_out_of_memory_job_does_not_stop_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    carry_out = JobQueue._train
-    (first, second) = jobs_of(FEW)[:2]
+    train = JobQueue._train
+    (first, second) = jobs_of(SMALL_STUDY)[:2]
 
-    def narrow(self: JobQueue, stack: list[Job]) -> Any:
+    def train_or_fail(self: JobQueue, stack: list[Job]) -> Any:
         if stack[0] == first:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return carry_out(self, stack)
+        return train(self, stack)
 
-    monkeypatch.setattr(JobQueue, "_train", narrow)
-    ended = JobQueue(Results(tmp_path)).work([[first], [second]])
-    assert ended.num_left == 0 and ended.failures == [f"{first.name}: CUDA out of memory"]
+    monkeypatch.setattr(JobQueue, "_train", train_or_fail)
+    outcome = JobQueue(Results(tmp_path)).work([[first], [second]])
+    assert outcome.num_left == 0 and outcome.failures == [f"{first.name}: CUDA out of memory"]
     assert Results(tmp_path).has(second) and not Results(tmp_path).has(first)
 
 
-def test_a_run_that_diverges_is_a_result(tmp_path: Path) -> None:
-    wild = dataclasses.replace(jobs_of(FEW)[0].experiment, lr=1e15)
+def test_diverged_run_is_stored_as_a_result(tmp_path: Path) -> None:
+    diverging = dataclasses.replace(jobs_of(SMALL_STUDY)[0].experiment, lr=1e15)
     results = Results(tmp_path)
-    assert JobQueue(results).work([[Job(wild)]]) == ([], 0)
-    assert "diverged" in results.by_seed(Job(wild))[0]
+    assert JobQueue(results).work([[Job(diverging)]]) == ([], 0)
+    assert "diverged" in results.by_seed(Job(diverging))[0]
 
 
-def test_overlapping_stacks_of_two_queues_get_in_nobodys_way(
+def test_queues_with_overlapping_stacks_repeat_no_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two queues whose stacks share jobs but are not the same: the one waits for the other, and
-    nothing comes twice.
-    """
+    """Stacks that share some jobs: one queue waits for the other, and no job runs twice."""
     monkeypatch.setattr(job_planning, "stacks_seeds", lambda experiment: True)
-    small = FEW._replace(cells=tuple(cell for cell in FEW.cells if cell.row == "FedAvg"))
-    one = stack_jobs(jobs_of(small))
-    other = stack_jobs(jobs_of(small._replace(seeds=(1, 2))))
+    study = SMALL_STUDY._replace(
+        cells=tuple(cell for cell in SMALL_STUDY.cells if cell.row == "FedAvg")
+    )
+    stacks = stack_jobs(jobs_of(study))
+    other_stacks = stack_jobs(jobs_of(study._replace(seeds=(1, 2))))
     results = Results(tmp_path)
-    ended: list[Any] = []
-    mate = threading.Thread(target=lambda: ended.append(JobQueue(Results(tmp_path)).work(other)))
+    other_outcomes: list[Any] = []
+    other_queue = threading.Thread(
+        target=lambda: other_outcomes.append(JobQueue(Results(tmp_path)).work(other_stacks))
+    )
     started = threading.Event()
 
-    def watch(*_: object) -> None:
+    def start_other_queue(*_: object) -> None:
         if not started.is_set():
             started.set()
-            mate.start()
-            time.sleep(0.5)  # while the other comes and finds some of its jobs taken
+            other_queue.start()
+            time.sleep(0.5)  # the other queue finds some of its jobs locked
 
-    assert JobQueue(results, callbacks=[watch]).work(one) == ([], 0)
-    mate.join(120)
-    assert ended == [([], 0)]
+    assert JobQueue(results, callbacks=[start_other_queue]).work(stacks) == ([], 0)
+    other_queue.join(120)
+    assert other_outcomes == [([], 0)]
     for file in tmp_path.glob("*/*.jsonl"):
-        assert sorted(json.loads(line)["seed"] for line in file.read_text().splitlines()[1:]) == [
-            0,
-            1,
-            2,
-        ]
+        seeds = [json.loads(line)["seed"] for line in file.read_text().splitlines()[1:]]
+        assert sorted(seeds) == [0, 1, 2]
 
 
-def test_a_heavy_checkpoint_is_not_kept_beside_its_start(
+def test_large_checkpoint_after_warm_start_is_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (one, *_) = jobs_of(FEW)
-    assert one.warm_start is not None
-    told = []
-    for heavy in (1 << 30, 1):
-        monkeypatch.setattr(checkpoint, "LARGE_CHECKPOINT_BYTES", heavy)
-        results = Results(tmp_path / str(heavy))
-        assert JobQueue(results).work([[one]]) == ([], 0)
-        kept = [
-            RunDirectory(results.run_directory(each)).load() for each in (Job(one.warm_start), one)
+    (job, *_) = jobs_of(SMALL_STUDY)
+    assert job.warm_start is not None
+    lines = []
+    for threshold in (1 << 30, 1):
+        monkeypatch.setattr(checkpoint, "LARGE_CHECKPOINT_BYTES", threshold)
+        results = Results(tmp_path / str(threshold))
+        assert JobQueue(results).work([[job]]) == ([], 0)
+        checkpoints = [
+            RunDirectory(results.run_directory(run)).load() for run in (Job(job.warm_start), job)
         ]
-        assert kept[0] is not None and (kept[1] is None) == (heavy == 1)
-        told.append(found(results, [one]))
-    assert told[0] == told[1]
+        assert checkpoints[0] is not None and (checkpoints[1] is None) == (threshold == 1)
+        lines.append(untimed_results(results, [job]))
+    assert lines[0] == lines[1]
     with pytest.raises(RecordError, match="continues another run, and only the command"):
-        fedcog.run(one.experiment, results.run_directory(one), resume=True)
-    (
-        results.path / f"{one.name}.jsonl"
-    ).unlink()  # a result that is lost is made again, from its start
-    assert JobQueue(results).work([[one]]) == ([], 0) and found(results, [one]) == told[0]
+        fedcog.run(job.experiment, results.run_directory(job), resume=True)
+    # A lost result is computed again from its warm start.
+    (results.path / f"{job.name}.jsonl").unlink()
+    assert (
+        JobQueue(results).work([[job]]) == ([], 0) and untimed_results(results, [job]) == lines[0]
+    )
 
 
-@pytest.mark.parametrize(("rest", "left"), [(0.0, 2), (1e9, 0)])
-def test_what_is_killed_goes_on_from_a_heavy_checkpoint_too(
-    rest: float, left: int, done: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("pause_factor", "checkpoint_round"), [(0.0, 2), (1e9, 0)])
+def test_killed_job_resumes_from_checkpoint_or_warm_start(
+    pause_factor: float,
+    checkpoint_round: int,
+    reference_results: Results,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a run after a start, too, if there was time to write one; else from that start."""
-    (first, *_) = jobs_of(FEW)
-    one = first._replace(experiment=dataclasses.replace(first.experiment, checkpoint_every=1))
+    """It resumes from its own checkpoint if one was written, else from the warm start."""
+    (first, *_) = jobs_of(SMALL_STUDY)
+    job = first._replace(experiment=dataclasses.replace(first.experiment, checkpoint_every=1))
     monkeypatch.setattr(checkpoint, "LARGE_CHECKPOINT_BYTES", 1)
-    monkeypatch.setattr(run_directory, "CHECKPOINT_PAUSE_FACTOR", rest)
+    monkeypatch.setattr(run_directory, "CHECKPOINT_PAUSE_FACTOR", pause_factor)
     results = Results(tmp_path)
     rounds = list[int]()
 
-    def killed(experiment: Experiment, line: dict[str, Any]) -> None:
-        if line["round"] == one.experiment.rounds:
+    def interrupt_last_round(experiment: Experiment, line: dict[str, Any]) -> None:
+        if line["round"] == job.experiment.rounds:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        JobQueue(results, callbacks=[killed]).work([[one]])
-    begun = RunDirectory(results.run_directory(one)).load()
-    assert (begun.round if begun else 0) == left
-    again = JobQueue(
+        JobQueue(results, callbacks=[interrupt_last_round]).work([[job]])
+    saved = RunDirectory(results.run_directory(job)).load()
+    assert (saved.round if saved else 0) == checkpoint_round
+    outcome = JobQueue(
         results, callbacks=[lambda experiment, line: rounds.append(line["round"])]
-    ).work([[one]])
-    assert again == ([], 0) and found(results, [one]) == found(done, [one])
-    assert one.warm_start is not None and rounds == list(
-        range((left or one.warm_start.rounds) + 1, one.experiment.rounds + 1)
+    ).work([[job]])
+    assert outcome == ([], 0) and untimed_results(results, [job]) == untimed_results(
+        reference_results, [job]
     )
-    assert not RunDirectory(results.run_directory(one)).has_checkpoint_of(
-        1
-    )  # and leaves none behind
+    assert job.warm_start is not None and rounds == list(
+        range((checkpoint_round or job.warm_start.rounds) + 1, job.experiment.rounds + 1)
+    )
+    # The finished job leaves no large checkpoint behind.
+    assert not RunDirectory(results.run_directory(job)).has_checkpoint_of(1)
 
 
-def test_a_heavy_start_goes_when_nothing_that_is_planned_needs_it(
+def test_large_warm_start_is_deleted_after_its_last_planned_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_queue, "LARGE_CHECKPOINT_BYTES", 1)
-    several = [
-        one
-        for one in jobs_of(FEW)
-        if one.seed == 0 and one.warm_start == jobs_of(FEW)[0].warm_start
+    jobs = [
+        job
+        for job in jobs_of(SMALL_STUDY)
+        if job.seed == 0 and job.warm_start == jobs_of(SMALL_STUDY)[0].warm_start
     ]
-    assert len(several) > 1 and several[0].warm_start is not None
+    assert len(jobs) > 1 and jobs[0].warm_start is not None
     results = Results(tmp_path)
-    start = RunDirectory(results.run_directory(Job(several[0].warm_start)))
-    for place, one in enumerate(several):
-        assert JobQueue(results, planned=jobs_of(FEW)).work([[one]]) == ([], 0)
-        assert start.checkpoint_round() == (
-            several[0].warm_start.rounds if place < len(several) - 1 else 0
+    warm_start_run = RunDirectory(results.run_directory(Job(jobs[0].warm_start)))
+    for i, job in enumerate(jobs):
+        assert JobQueue(results, planned=jobs_of(SMALL_STUDY)).work([[job]]) == ([], 0)
+        assert warm_start_run.checkpoint_round() == (
+            jobs[0].warm_start.rounds if i < len(jobs) - 1 else 0
         )
-    before = found(results, several)
-    (
-        results.path / f"{several[0].name}.jsonl"
-    ).unlink()  # and is run again if it is needed after all
+    before = untimed_results(results, jobs)
+    # The warm start is run again if a job needs it after all.
+    (results.path / f"{jobs[0].name}.jsonl").unlink()
     assert (
-        JobQueue(results, planned=jobs_of(FEW)).work([[several[0]]]) == ([], 0)
-        and found(results, several) == before
+        JobQueue(results, planned=jobs_of(SMALL_STUDY)).work([[jobs[0]]]) == ([], 0)
+        and untimed_results(results, jobs) == before
     )
 
 
-def test_a_start_that_another_process_lets_go_is_run_again(
+def test_warm_start_deleted_by_another_process_is_rerun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (one, *_) = jobs_of(FEW)
-    assert one.warm_start is not None
+    (job, *_) = jobs_of(SMALL_STUDY)
+    assert job.warm_start is not None
     results = Results(tmp_path)
-    gone = list[Path]()
-    start = RunDirectory(results.run_directory(Job(one.warm_start)))
-    going_on = JobQueue._run_after_warm_starts
+    deleted = list[Path]()
+    warm_start_run = RunDirectory(results.run_directory(Job(job.warm_start)))
+    run_after_warm_starts = JobQueue._run_after_warm_starts
 
-    def late(self: JobQueue, left: list[Job]) -> None:
-        if not gone:
-            start.delete_checkpoint()  # after it is seen to be there, and before it is read
-            gone.append(start.path)
-        going_on(self, left)
+    def delete_then_run(self: JobQueue, jobs: list[Job]) -> None:
+        if not deleted:
+            warm_start_run.delete_checkpoint()  # after the queue checked for it, before it is read
+            deleted.append(warm_start_run.path)
+        run_after_warm_starts(self, jobs)
 
-    monkeypatch.setattr(JobQueue, "_run_after_warm_starts", late)
-    assert JobQueue(results).work([[one]]) == ([], 0) and gone and results.has(one)
+    monkeypatch.setattr(JobQueue, "_run_after_warm_starts", delete_then_run)
+    assert JobQueue(results).work([[job]]) == ([], 0) and deleted and results.has(job)
 
 
-def test_a_start_that_was_to_go_when_we_were_killed_goes_later(
+def test_later_queue_deletes_unneeded_warm_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_queue, "LARGE_CHECKPOINT_BYTES", 1)
-    several = [
-        one
-        for one in jobs_of(FEW)
-        if one.seed == 0 and one.warm_start == jobs_of(FEW)[0].warm_start
+    jobs = [
+        job
+        for job in jobs_of(SMALL_STUDY)
+        if job.seed == 0 and job.warm_start == jobs_of(SMALL_STUDY)[0].warm_start
     ]
-    assert several[0].warm_start is not None
+    assert jobs[0].warm_start is not None
     results = Results(tmp_path)
-    stack = [[one] for one in several]
-    assert JobQueue(results).work(stack) == (
-        [],
-        0,
-    )  # which knows of no plan, and so lets nothing go
-    start = RunDirectory(results.run_directory(Job(several[0].warm_start)))
-    assert start.has_checkpoint_of(1)
-    assert JobQueue(results, planned=[*several, *jobs_of(FEW)]).work(stack) == (
-        [],
-        0,
-    ) and not start.has_checkpoint_of(1)
+    stacks = [[job] for job in jobs]
+    # Without planned jobs the queue deletes nothing.
+    assert JobQueue(results).work(stacks) == ([], 0)
+    warm_start_run = RunDirectory(results.run_directory(Job(jobs[0].warm_start)))
+    assert warm_start_run.has_checkpoint_of(1)
+    queue = JobQueue(results, planned=[*jobs, *jobs_of(SMALL_STUDY)])
+    assert queue.work(stacks) == ([], 0) and not warm_start_run.has_checkpoint_of(1)
 
 
-def test_a_start_that_diverges_costs_its_own_runs_alone(tmp_path: Path) -> None:
+def test_diverged_warm_start_fails_only_its_own_runs(tmp_path: Path) -> None:
     results = Results(tmp_path)
-    small = FEW._replace(cells=tuple(cell for cell in FEW.cells if cell.block == BLOCKS[0]))
-    begun = jobs_of(small)[0].warm_start
-    assert begun is not None
-    diverged = RunDirectory(results.run_directory(Job(begun)))
-    diverged.begin(begun, {"command": "x"})
-    diverged.record_failure("training diverged in round 1")
-    assert JobQueue(results).work(stack_jobs(jobs_of(small))) == ([], 0)
-    lost = [job for job in jobs_of(small) if "diverged" in results.by_seed(job)[job.seed]]
-    assert [job.warm_start for job in lost] == [begun, begun] and len(lost) < len(jobs_of(small))
-    grid = tables.tables_of(small, results)[0]
+    study = SMALL_STUDY._replace(
+        cells=tuple(cell for cell in SMALL_STUDY.cells if cell.block == BLOCKS[0])
+    )
+    warm_start = jobs_of(study)[0].warm_start
+    assert warm_start is not None
+    diverged_run = RunDirectory(results.run_directory(Job(warm_start)))
+    diverged_run.begin(warm_start, {"command": "x"})
+    diverged_run.record_failure("training diverged in round 1")
+    assert JobQueue(results).work(stack_jobs(jobs_of(study))) == ([], 0)
+    diverged_jobs = [job for job in jobs_of(study) if "diverged" in results.by_seed(job)[job.seed]]
+    assert [job.warm_start for job in diverged_jobs] == [warm_start, warm_start] and len(
+        diverged_jobs
+    ) < len(jobs_of(study))
+    grid = tables.tables_of(study, results)[0]
     assert any("1 of 2 seeds diverged" in row[0] for row in grid.rows)
 
 
@@ -628,67 +666,66 @@ def test_a_start_that_diverges_costs_its_own_runs_alone(tmp_path: Path) -> None:
         ('{"seed"', '["seed"'),
     ],
 )
-def test_a_damaged_result_is_told_and_stops_nothing_else(
-    old: str, new: str, done: Results, tmp_path: Path
+def test_damaged_result_is_reported_and_others_continue(
+    old: str, new: str, reference_results: Results, tmp_path: Path
 ) -> None:
-    shutil.copytree(done.path, tmp_path, dirs_exist_ok=True)
-    first = jobs_of(FEW)[0]
+    shutil.copytree(reference_results.path, tmp_path, dirs_exist_ok=True)
+    first = jobs_of(SMALL_STUDY)[0]
     file = tmp_path / f"{first.name}.jsonl"
     head, rest = file.read_text().split("\n", 1)
-    text = (
-        f"{head}\n{rest}".replace(old, new, 1)
-        if old.startswith('{"settings')
-        else f"{head}\n{rest.replace(old, new, 1)}"
-    )
+    if old.startswith('{"settings'):
+        text = f"{head}\n{rest}".replace(old, new, 1)
+    else:
+        text = f"{head}\n{rest.replace(old, new, 1)}"
     file.write_text(text)
     results = Results(tmp_path)
     with pytest.raises(RecordError, match="is damaged"):
         results.by_seed(first)
-    ended = JobQueue(results).work(stack_jobs(jobs_of(FEW)))
-    assert len(ended.failures) == 2 and all(
-        "is damaged" in line for line in ended.failures
-    )  # its two seeds
-    assert job_planning.rounds_left(stack_jobs(jobs_of(FEW)), results) >= 0
+    outcome = JobQueue(results).work(stack_jobs(jobs_of(SMALL_STUDY)))
+    assert len(outcome.failures) == 2  # one for each seed
+    assert all("is damaged" in line for line in outcome.failures)
+    assert job_planning.rounds_left(stack_jobs(jobs_of(SMALL_STUDY)), results) >= 0
 
 
-def test_a_result_is_known_by_what_is_unusual_about_it() -> None:
-    one = jobs_of(FEW)[-1]
-    assert isinstance(one.experiment.algorithm, FedCOG)
-    other = dataclasses.replace(
-        one.experiment, algorithm=dataclasses.replace(one.experiment.algorithm, lambda_dis=0.2)
+def test_job_key_depends_only_on_what_changes_results() -> None:
+    job = jobs_of(SMALL_STUDY)[-1]
+    assert isinstance(job.experiment.algorithm, FedCOG)
+    changed = dataclasses.replace(
+        job.experiment, algorithm=dataclasses.replace(job.experiment.algorithm, lambda_dis=0.2)
     )
-    assert one._replace(experiment=other).key != one.key
+    assert job._replace(experiment=changed).key != job.key
     assert (
-        one._replace(
-            experiment=dataclasses.replace(one.experiment, seed=9, data_dir="x", device="cuda")
+        job._replace(
+            experiment=dataclasses.replace(job.experiment, seed=9, data_dir="x", device="cuda")
         ).key
-        == one.key
+        == job.key
     )
-    assert one._replace(warm_start=None).key != one.key != one._replace(probe="pictures").key
+    assert job._replace(warm_start=None).key != job.key != job._replace(probe="pictures").key
 
 
-def test_results_made_under_other_defaults_are_not_taken_for_these(
-    done: Results, tmp_path: Path
+def test_results_with_other_defaults_are_refused(
+    reference_results: Results, tmp_path: Path
 ) -> None:
-    one = jobs_of(FEW)[0]
-    file = tmp_path / f"{one.name}.jsonl"
+    job = jobs_of(SMALL_STUDY)[0]
+    file = tmp_path / f"{job.name}.jsonl"
     file.parent.mkdir(parents=True)
-    text = (done.path / f"{one.name}.jsonl").read_text()
+    text = (reference_results.path / f"{job.name}.jsonl").read_text()
     file.write_text(text)
-    assert Results(tmp_path).has(one)
+    assert Results(tmp_path).has(job)
     file.write_text(text.replace('"momentum":0.9', '"momentum":0.8'))
     with pytest.raises(RecordError, match="momentum had other defaults"):
-        Results(tmp_path).has(one)
-    file.write_text(text[: text.rfind('"provenance"')])  # a kill in the midst of the last line
-    assert list(Results(tmp_path).by_seed(one)) == [0]
+        Results(tmp_path).has(job)
+    file.write_text(text[: text.rfind('"provenance"')])  # as if killed while writing the last line
+    assert list(Results(tmp_path).by_seed(job)) == [0]
     Results(tmp_path).add(
-        jobs_of(FEW._replace(seeds=(1,)))[0], {"accuracy": [0.5], "clients": [], "provenance": {}}
+        jobs_of(SMALL_STUDY._replace(seeds=(1,)))[0],
+        {"accuracy": [0.5], "clients": [], "provenance": {}},
     )
-    assert list(Results(tmp_path).by_seed(one)) == [0, 1]
+    assert list(Results(tmp_path).by_seed(job)) == [0, 1]
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (["nothing"], "unknown table or figure 'nothing'"),
         (["main", "--shard", "2/2"], "shard needs i/n"),
@@ -702,22 +739,22 @@ def test_results_made_under_other_defaults_are_not_taken_for_these(
         (["main", "--smoke", "--render", "--out", "FILE"], "choose another --out"),
     ],
 )
-def test_faults_are_told_before_anything_runs(
-    words: list[str],
-    said: str,
+def test_reproduce_reports_faults_before_running(
+    arguments: list[str],
+    message: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "FILE").write_text("")
     monkeypatch.chdir(tmp_path)
-    assert main(["reproduce", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert main(["reproduce", *arguments]) == 2
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "results").exists()
 
 
-def test_other_seeds_are_in_the_tables_and_a_part_tells_of_the_whole(tmp_path: Path) -> None:
-    words = [
+def test_tables_show_chosen_seeds_and_notes_are_checked(tmp_path: Path) -> None:
+    arguments = [
         "reproduce",
         "lambda-dis",
         "--smoke",
@@ -727,7 +764,7 @@ def test_other_seeds_are_in_the_tables_and_a_part_tells_of_the_whole(tmp_path: P
         "7",
         "--quiet",
     ]
-    assert main(words) == 0
+    assert main(arguments) == 0
     text = (tmp_path / "results.md").read_text(encoding="utf-8")
     assert (
         "Seed 7;" in text
@@ -737,32 +774,32 @@ def test_other_seeds_are_in_the_tables_and_a_part_tells_of_the_whole(tmp_path: P
     (tmp_path / "notes.md").write_text(
         "See {{main | CIFAR-10, NIID-1 | FedAvg | last}}.\n\n## lambda-dis\n\nWords.\n"
     )
-    assert main([*words, "--render"]) == 0
+    assert main([*arguments, "--render"]) == 0
     assert "See not run." in (tmp_path / "results.md").read_text(encoding="utf-8")
-    for notes, said in (
+    for notes, message in (
         ("## nobody\n", "there is no study nobody"),
         ("{{mian | a | b | last}}", "no study mian"),
     ):
         (tmp_path / "notes.md").write_text(notes)
-        with pytest.raises(RecordError, match=said):
+        with pytest.raises(RecordError, match=message):
             (
                 reproduction.parts_of([STUDIES["lambda-dis"]], Results(tmp_path)),
                 reproduction.markdown([], Results(tmp_path)),
             )
 
 
-def test_a_signal_ends_it_with_the_usual_code(tmp_path: Path) -> None:
+def test_sigterm_ends_reproduce_with_code_130(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        command(tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        steps_command(tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     wait_for(lambda: any(tmp_path.glob("runs/*/*/seed-*/rounds.jsonl")))
     process.send_signal(signal.SIGTERM)
-    told = process.communicate(timeout=60)[1]
-    assert process.returncode == 130, told
-    assert "left; continue with: fedcog reproduce steps" in told
+    stderr = process.communicate(timeout=60)[1]
+    assert process.returncode == 130, stderr
+    assert "left; continue with: fedcog reproduce steps" in stderr
 
 
-def test_data_sets_that_are_not_here_are_told_before_anything_runs(tmp_path: Path) -> None:
+def test_missing_dataset_is_reported_before_running(tmp_path: Path) -> None:
     from fedcog.cli.commands.studies import _check_datasets
 
     with pytest.raises(
@@ -771,18 +808,15 @@ def test_data_sets_that_are_not_here_are_told_before_anything_runs(tmp_path: Pat
         _check_datasets({"cifar100", "digits"}, str(tmp_path))
 
 
-def test_borrowed_partitions_train_as_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flwr_partitions_are_stacked_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_planning, "stacks_seeds", lambda experiment: True)
-    usual = jobs_of(FEW)[0].experiment
-    both = [
-        usual,
-        dataclasses.replace(usual, partition="flwr-shard", partition_args="shard_size=50", lr=0.5),
+    base = jobs_of(SMALL_STUDY)[0].experiment
+    experiments = [
+        base,
+        dataclasses.replace(base, partition="flwr-shard", partition_args="shard_size=50", lr=0.5),
     ]
-    assert [len(stack) for stack in stack_jobs([Job(one) for one in both])] == [2]
     assert [
-        len(stack)
-        for stack in stack_jobs([Job(dataclasses.replace(usual, seed=seed)) for seed in range(20)])
-    ] == [
-        16,
-        4,
-    ]
+        len(stack) for stack in stack_jobs([Job(experiment) for experiment in experiments])
+    ] == [2]
+    jobs = [Job(dataclasses.replace(base, seed=seed)) for seed in range(20)]
+    assert [len(stack) for stack in stack_jobs(jobs)] == [16, 4]

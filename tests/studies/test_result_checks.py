@@ -1,4 +1,4 @@
-"""Lines of results that are none, whatever they hold."""
+"""Tests of the checks that reject malformed result lines."""
 
 from typing import Any
 
@@ -7,33 +7,33 @@ import pytest
 from fedcog.studies.probes import ProbeKind
 from fedcog.studies.result_checks import PRIVACY_KEYS, check_result
 
-TRAINED: dict[str, Any] = {
+RUN_RESULT: dict[str, Any] = {
     "accuracy": [0.5, None],
     "loss": [1.5, 2],
     "clients": [{"client": 0, "gap": 0.5}],
 }
-VIEW = dict.fromkeys(PRIVACY_KEYS, 0.5)
-FOUND: dict[ProbeKind, dict[str, Any]] = {
+PRIVACY_SCORES = dict.fromkeys(PRIVACY_KEYS, 0.5)
+FINDINGS: dict[ProbeKind, dict[str, Any]] = {
     "client-time": {"seconds": [1.5, 2.5], "round": [0.5, 1]},
     "generation-time": {"seconds": [0.5]},
     "partition": {"classes": ["a", "b"], "counts": [[1, 2], [3, 0]]},
     "pictures": {"classes": ["a"], "rows": {"step 0": "x"}},
-    "privacy": {"pixels": VIEW, "features": VIEW, "model": {"auc": 0.5}},
+    "privacy": {"pixels": PRIVACY_SCORES, "features": PRIVACY_SCORES, "model": {"auc": 0.5}},
 }
 
 
-def line(**more: Any) -> dict[str, Any]:
+def result_line(**more: Any) -> dict[str, Any]:
     return {"seed": 0, "provenance": {}, **more}
 
 
-def test_what_is_right_passes() -> None:
-    check_result(line(**TRAINED), None)
-    for kind, found in FOUND.items():
-        check_result(line(found=found), kind)
+def test_valid_results_pass() -> None:
+    check_result(result_line(**RUN_RESULT), None)
+    for kind, findings in FINDINGS.items():
+        check_result(result_line(found=findings), kind)
 
 
 @pytest.mark.parametrize(
-    "changed",
+    "changes",
     [
         {"seed": "0"},
         {"seed": True},
@@ -51,13 +51,13 @@ def test_what_is_right_passes() -> None:
         {"clients": [{"client": 0, "gap": "x"}]},
     ],
 )
-def test_what_is_no_run_is_refused(changed: dict[str, Any]) -> None:
+def test_malformed_run_result_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="no"):
-        check_result(line(**TRAINED) | changed, None)
+        check_result(result_line(**RUN_RESULT) | changes, None)
 
 
 @pytest.mark.parametrize(
-    ("kind", "changed"),
+    ("kind", "changes"),
     [
         ("client-time", {"seconds": ["1"]}),
         ("client-time", {"round": None}),
@@ -70,21 +70,24 @@ def test_what_is_no_run_is_refused(changed: dict[str, Any]) -> None:
         ("partition", {"classes": [1, 2]}),
         ("pictures", {"classes": "a"}),
         ("pictures", {"rows": {"step 0": 5}}),
-        ("privacy", {"pixels": VIEW | {"auc": "high"}}),
+        ("privacy", {"pixels": PRIVACY_SCORES | {"auc": "high"}}),
         ("privacy", {"model": {"auc": None}}),
     ],
 )
-def test_what_no_probe_found_is_refused(kind: ProbeKind, changed: dict[str, Any]) -> None:
+def test_malformed_probe_result_is_refused(kind: ProbeKind, changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="no"):
-        check_result(line(found=FOUND[kind] | changed), kind)
+        check_result(result_line(found=FINDINGS[kind] | changes), kind)
 
 
-@pytest.mark.parametrize("kind", FOUND)
-def test_what_is_missing_is_named(kind: ProbeKind) -> None:
-    for name in FOUND[kind]:
+@pytest.mark.parametrize("kind", FINDINGS)
+def test_error_names_the_missing_key(kind: ProbeKind) -> None:
+    for name in FINDINGS[kind]:
         with pytest.raises(KeyError, match=name):
             check_result(
-                line(found={key: value for key, value in FOUND[kind].items() if key != name}), kind
+                result_line(
+                    found={key: value for key, value in FINDINGS[kind].items() if key != name}
+                ),
+                kind,
             )
     with pytest.raises(KeyError, match="found"):
-        check_result(line(**TRAINED), kind)
+        check_result(result_line(**RUN_RESULT), kind)

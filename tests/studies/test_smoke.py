@@ -1,4 +1,4 @@
-"""Everything of the paper, tiny: every table filled, every figure drawn, in under three minutes."""
+"""Smoke test of the whole paper: tiny versions fill every table and draw every figure."""
 
 import re
 from pathlib import Path
@@ -12,12 +12,12 @@ from fedcog.studies import job_planning, paper, smoke
 from fedcog.studies.result_store import Results
 
 
-def test_everything_runs_and_fills_its_tables(
+def test_every_study_fills_its_tables_and_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["reproduce", "all", "--smoke", "--plain", "--results", str(tmp_path)]
-    words += ["--seeds", "0"]  # of the two that it takes by itself
-    assert main(words) == 0, capsys.readouterr().err[-2000:]
+    arguments = ["reproduce", "all", "--smoke", "--plain", "--results", str(tmp_path)]
+    arguments += ["--seeds", "0"]  # one of the two default seeds
+    assert main(arguments) == 0, capsys.readouterr().err[-2000:]
     studies = [
         smoke.smoke_version(study)._replace(seeds=(0,)) for study in paper.studies().values()
     ]
@@ -36,9 +36,9 @@ def test_everything_runs_and_fills_its_tables(
             "SMOKE RUN" in sections[study.title]
             and "by `fedcog reproduce all --smoke`" in sections[study.title]
         )
-    drawn = re.findall(r"\((figures/.*?)\.svg\)", text)
-    assert len(drawn) == len({*drawn}) >= 15
-    for name in drawn:
+    figures = re.findall(r"\((figures/.*?)\.svg\)", text)
+    assert len(figures) == len({*figures}) >= 15
+    for name in figures:
         assert ElementTree.parse(tmp_path / f"{name}.svg").getroot().tag.endswith("svg")
         with Image.open(tmp_path / f"{name}.png") as image:
             assert min(image.size) > 200
@@ -47,5 +47,5 @@ def test_everything_runs_and_fills_its_tables(
         latex.count(r"\begin{tabular}") == latex.count(r"\end{tabular}") == text.count("| --- |\n")
     )
     capsys.readouterr()
-    assert main([*words, "--status"]) == 0
+    assert main([*arguments, "--status"]) == 0
     assert not re.search(r" 0/[1-9]", capsys.readouterr().out)

@@ -60,6 +60,8 @@ def make_algorithm(
 
     Example:
         ```python
+        import fedcog
+
         algorithm = fedcog.make_algorithm("fedprox+fedcog", {"fedprox": {"mu": 0.1}})
         ```
     """

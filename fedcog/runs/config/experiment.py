@@ -50,7 +50,10 @@ class Experiment:
 
     Example:
         ```python
+        from fedcog import Experiment, FedCOG, FedProx
+
         experiment = Experiment(FedCOG(FedProx(mu=0.1)), dataset="digits", clients=5, rounds=3)
+        print(experiment.to_toml())
         ```
     """
 

@@ -118,6 +118,14 @@ def load(
 
     Raises:
         RecordError: If the run has no checkpoint, or the network does not fit it.
+
+    Example:
+        ```python
+        import fedcog
+
+        run = fedcog.run(fedcog.Experiment(rounds=1, local_steps=5), "runs/first")
+        network = fedcog.load(run.path)
+        ```
     """
     return load_with_checkpoint(RunDirectory(path), model, algorithm)[0]
 

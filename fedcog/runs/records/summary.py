@@ -99,6 +99,10 @@ def group(runs: Sequence[Run]) -> list[Group]:
 
     Example:
         ```python
+        import fedcog
+
+        experiments = [fedcog.Experiment(fedcog.FedProx(), rounds=1, local_steps=5)]
+        runs = fedcog.compare(experiments, seeds=[0, 1], out="runs/seeds")
         for group in fedcog.group(runs):
             print(group.label, group.last.percent())
         ```

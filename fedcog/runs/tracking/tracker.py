@@ -39,6 +39,20 @@ class Tracker:
     Attributes:
         run_id: What the service calls the run; stored, so that a resumed run continues it.
         last_round: The last round that the service has, from 1.
+
+    Example:
+        ```python
+        import fedcog
+
+
+        class Printer(fedcog.Tracker):
+            def log(self, round, metrics, image):
+                print(round, metrics["accuracy"])
+
+
+        experiment = fedcog.Experiment(rounds=2, local_steps=5)
+        fedcog.run(experiment, "runs/printed", track=Printer())
+        ```
     """
 
     run_id: str = ""

@@ -65,7 +65,15 @@ class Trial(NamedTuple):
 
 
 class Tuned(NamedTuple):
-    """An algorithm with all its trials, the chosen one, and the final runs with its settings."""
+    """An algorithm with all its trials, the chosen one, and the final runs with its settings.
+
+    Attributes:
+        experiment: The experiment before tuning.
+        space: The settings that were tuned, and their values.
+        trials: All trials, in the order in which they ran.
+        chosen: The trial with the best validation score.
+        runs: The final runs with the chosen settings, one per seed.
+    """
 
     experiment: Experiment
     space: SearchSpace
@@ -386,7 +394,15 @@ def _run_jobs(queue: JobQueue, jobs: Sequence[Job]) -> None:
 
 
 class SearchOptions(TypedDict, total=False):
-    """Options of `plan_sweep`; the defaults are those of `SweepPlan`."""
+    """Options of `plan_sweep`; the defaults are those of `SweepPlan`.
+
+    Attributes:
+        search: How trials are drawn: "grid", "random" or "optuna".
+        trials: Number of trials per algorithm.
+        seed: Seed of the search.
+        trial_seeds: Seeds of every trial; its score is their mean.
+        seeds: Seeds of the final runs.
+    """
 
     search: Search
     trials: int

@@ -1,4 +1,4 @@
-"""Partitions of flwr-datasets: the same as its partitioners called directly."""
+"""Tests that flwr-datasets partitions match its partitioners called directly."""
 
 import dataclasses
 import importlib.util
@@ -22,11 +22,11 @@ from fedcog.runs.setup import split_dataset
 
 DIGITS = registry.load("digits")
 LABELS = DIGITS.train_y.numpy()
-there = pytest.mark.skipif(
+needs_flwr_datasets = pytest.mark.skipif(
     importlib.util.find_spec("flwr_datasets") is None, reason="needs flwr-datasets"
 )
 
-CALLS: dict[str, dict[str, Any]] = {
+PARTITIONER_ARGUMENTS: dict[str, dict[str, Any]] = {
     "flwr-dirichlet": {
         "num_partitions": 6,
         "alpha": 0.5,
@@ -56,69 +56,60 @@ ARGUMENTS = {
 }
 
 
-def test_every_name_is_a_setting() -> None:
+def test_every_partition_name_is_a_setting() -> None:
     assert set(get_args(experiment.PartitionName)) == {*PARTITIONS, "given", *FLWR_PARTITIONS}
-    assert tuple(FLWR_PARTITIONS) == tuple(CALLS)
+    assert tuple(FLWR_PARTITIONS) == tuple(PARTITIONER_ARGUMENTS)
 
 
-@there
+@needs_flwr_datasets
 @pytest.mark.parametrize("kind", FLWR_PARTITIONS)
 @pytest.mark.parametrize("seed", [0, 2**40])
-def test_shares_are_those_of_flwr_datasets_called_directly(kind: str, seed: int) -> None:
+def test_partition_matches_flwr_datasets(kind: str, seed: int) -> None:
     from datasets import Dataset
     from flwr_datasets import partitioner
 
     config = dataclasses.replace(CONFIG, arguments=ARGUMENTS.get(kind, ""))
     shares = make_partition(kind, LABELS, None, config, seed)
-    order = np.arange(len(LABELS))
-    more = {"partition_by": "label", "seed": seed}
-    if not FLWR_PARTITIONS[kind].by_label:
+    if FLWR_PARTITIONS[kind].by_label:
+        order = np.arange(len(LABELS))
+        label_arguments = {"partition_by": "label", "seed": seed}
+    else:
         order = rng.permutation(seed, "partition/0", 0, len(LABELS)).numpy()
-        more = {}
-    theirs = getattr(partitioner, FLWR_PARTITIONS[kind].partitioner)(**CALLS[kind], **more)
-    theirs.dataset = Dataset.from_dict({"label": LABELS[order], "place": order})
-    assert theirs.num_partitions == len(shares) == 6
+        label_arguments = {}
+    expected = getattr(partitioner, FLWR_PARTITIONS[kind].partitioner)(
+        **PARTITIONER_ARGUMENTS[kind], **label_arguments
+    )
+    expected.dataset = Dataset.from_dict({"label": LABELS[order], "place": order})
+    assert expected.num_partitions == len(shares) == 6
     for client, share in enumerate(shares):
-        assert sorted(theirs.load_partition(client)["place"]) == share.tolist()
-    every = np.concatenate(shares)
-    assert len(np.unique(every)) == len(every) and min(map(len, shares)) >= 5
-    again = make_partition(kind, LABELS, None, config, seed)
-    assert all(np.array_equal(one, other) for one, other in zip(shares, again, strict=True))
-    other = make_partition(kind, LABELS, None, config, seed + 1)
-    if kind != "flwr-pathological":  # whose classes are fixed here, and so is nearly all else
-        assert not all(np.array_equal(one, same) for one, same in zip(shares, other, strict=True))
+        assert sorted(expected.load_partition(client)["place"]) == share.tolist()
+    assigned = np.concatenate(shares)
+    assert len(np.unique(assigned)) == len(assigned) and min(map(len, shares)) >= 5
+    repeated = make_partition(kind, LABELS, None, config, seed)
+    assert all(np.array_equal(a, b) for a, b in zip(shares, repeated, strict=True))
+    other_seed = make_partition(kind, LABELS, None, config, seed + 1)
+    if kind != "flwr-pathological":  # deterministic here, so the seed changes almost nothing
+        assert not all(np.array_equal(a, b) for a, b in zip(shares, other_seed, strict=True))
 
 
-@there
+@needs_flwr_datasets
 def test_default_number_of_shards_is_classes_per_client() -> None:
     shares = make_partition("flwr-shard", LABELS, None, CONFIG, 0)
     assert {len(share) for share in shares} == {3 * (len(LABELS) // 18)}
-    more = make_partition(
+    five_shards = make_partition(
         "flwr-shard",
         LABELS,
         None,
         dataclasses.replace(CONFIG, arguments="num_shards_per_partition=5"),
         0,
     )
-    assert {len(share) for share in more} == {5 * (len(LABELS) // 30)}
+    assert {len(share) for share in five_shards} == {5 * (len(LABELS) // 30)}
 
 
-@there
+@needs_flwr_datasets
 def test_unassigned_examples_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(
-            [
-                "partition",
-                "--dataset",
-                "digits",
-                "--partition",
-                "flwr-shard",
-                "--partition-args",
-                "shard_size=50",
-            ]
-        )
-        == 0
-    )
+    arguments = ["partition", "--dataset", "digits", "--partition", "flwr-shard"]
+    assert main([*arguments, "--partition-args", "shard_size=50"]) == 0
     assert re.search(
         r"fedcog: \d+ of the 1442 training examples are not used\.", capsys.readouterr().err
     )
@@ -127,30 +118,34 @@ def test_unassigned_examples_are_reported(capsys: pytest.CaptureFixture[str]) ->
     )
 
 
-@there
-def test_a_run_uses_the_partition_and_resumes_with_it(tmp_path: Path) -> None:
-    small = {
+@needs_flwr_datasets
+def test_run_uses_the_partition_and_resumes(tmp_path: Path) -> None:
+    small_settings: dict[str, Any] = {
         "partition": "flwr-pathological",
         "clients": 4,
         "local_steps": 2,
         "batch_size": 8,
         "threads": 1,
     }
-    one = Experiment(rounds=1, seed=3, partition_seed=5, **small)  # type: ignore[arg-type]
-    direct = make_partition("flwr-pathological", LABELS, None, PartitionConfig(4), 5)
+    config = Experiment(rounds=1, seed=3, partition_seed=5, **small_settings)
+    expected = make_partition("flwr-pathological", LABELS, None, PartitionConfig(4), 5)
     assert all(
-        np.array_equal(mine.numpy(), theirs)
-        for mine, theirs in zip(split_dataset(one, DIGITS), direct, strict=True)
+        np.array_equal(indices.numpy(), share)
+        for indices, share in zip(split_dataset(config, DIGITS), expected, strict=True)
     )
-    fedcog.run(one, tmp_path, report=False)
-    done = fedcog.run(dataclasses.replace(one, rounds=2), tmp_path, resume=True, report=False)
-    whole = fedcog.run(dataclasses.replace(one, rounds=2), tmp_path / "whole", report=False)
-    assert [line["loss"] for line in done.lines] == [line["loss"] for line in whole.lines]
-    assert one.partition_rule == "flwr-pathological, 2 classes each"
+    fedcog.run(config, tmp_path, report=False)
+    resumed = fedcog.run(dataclasses.replace(config, rounds=2), tmp_path, resume=True, report=False)
+    uninterrupted = fedcog.run(
+        dataclasses.replace(config, rounds=2), tmp_path / "whole", report=False
+    )
+    assert [line["loss"] for line in resumed.lines] == [
+        line["loss"] for line in uninterrupted.lines
+    ]
+    assert config.partition_rule == "flwr-pathological, 2 classes each"
 
 
-@there
-def test_errors_name_our_settings(capsys: pytest.CaptureFixture[str]) -> None:
+@needs_flwr_datasets
+def test_partitioner_errors_name_fedcog_settings(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(
         PartitionError,
         match=r"PathologicalPartitioner of flwr-datasets says: .* --classes-per-client",
@@ -174,20 +169,20 @@ def test_errors_name_our_settings(capsys: pytest.CaptureFixture[str]) -> None:
         make_partition(
             "flwr-exponential", LABELS, None, PartitionConfig(clients=1000, min_examples=1), 0
         )
-    many = dataclasses.replace(CONFIG, arguments="num_shards_per_partition=1000000")
+    too_many_shards = dataclasses.replace(CONFIG, arguments="num_shards_per_partition=1000000")
     with pytest.raises(
         PartitionError, match=r"too few examples for these settings.* --partition-args"
     ):
-        make_partition("flwr-shard", LABELS, None, many, 0)
-    several = np.zeros((100, 3), dtype=bool)
+        make_partition("flwr-shard", LABELS, None, too_many_shards, 0)
+    multi_label = np.zeros((100, 3), dtype=bool)
     with pytest.raises(PartitionError, match="divides each class"):
-        make_partition("flwr-shard", several, None, PartitionConfig(clients=2), 0)
-    assert len(make_partition("flwr-iid", several, None, PartitionConfig(clients=2), 0)) == 2
+        make_partition("flwr-shard", multi_label, None, PartitionConfig(clients=2), 0)
+    assert len(make_partition("flwr-iid", multi_label, None, PartitionConfig(clients=2), 0)) == 2
     assert main(["partition", "--partition", "flwr-shard", "--clients", "5"]) == 0
     assert "examples per client and class" in capsys.readouterr().out
 
 
-def test_without_flwr_datasets_the_error_says_how_to_install_it(
+def test_missing_flwr_datasets_error_names_the_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -196,7 +191,7 @@ def test_without_flwr_datasets_the_error_says_how_to_install_it(
 
 
 @pytest.mark.parametrize(
-    ("kind", "text", "words"),
+    ("kind", "text", "message"),
     [
         ("flwr-shard", "shard_size=0", "shard_size needs an integer from 1"),
         ("flwr-shard", "shard_size=99999999999", "shard_size needs an integer from 1"),
@@ -217,14 +212,14 @@ def test_without_flwr_datasets_the_error_says_how_to_install_it(
         ("flwr-iid", "shard_size=5", "partition 'flwr-iid' takes no arguments"),
     ],
 )
-def test_arguments_are_checked_before_anything_runs(kind: str, text: str, words: str) -> None:
+def test_partition_arguments_are_checked_early(kind: str, text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Experiment(partition=kind, partition_args=text)  # type: ignore[arg-type]
-    assert f"partition_args: {words}" in str(caught.value) or words in str(caught.value)
+    assert f"partition_args: {message}" in str(caught.value) or message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("kind", "arguments", "words"),
+    ("kind", "arguments", "description"),
     [
         ("flwr-dirichlet", "", "flwr-dirichlet, beta 0.5"),
         ("flwr-inner-dirichlet", "", "flwr-inner-dirichlet, beta 0.5"),
@@ -242,15 +237,15 @@ def test_arguments_are_checked_before_anything_runs(kind: str, text: str, words:
         ),
     ],
 )
-def test_descriptions(kind: str, arguments: str, words: str) -> None:
-    assert describe(kind, dataclasses.replace(CONFIG, arguments=arguments)) == words
+def test_partition_descriptions(kind: str, arguments: str, description: str) -> None:
+    assert describe(kind, dataclasses.replace(CONFIG, arguments=arguments)) == description
     experiment = Experiment(
         partition=kind, beta=0.5, classes_per_client=3, partition_args=arguments
     )  # type: ignore[arg-type]
-    assert experiment.partition_rule == words
+    assert experiment.partition_rule == description
 
 
-def test_arguments_are_read() -> None:
+def test_partition_arguments_are_parsed() -> None:
     assert parse_arguments("flwr-shard", ARGUMENTS["flwr-shard"]) == {
         "shard_size": 50,
         "keep_incomplete_shard": True,

@@ -1,4 +1,4 @@
-"""Partitions: every example at most once, sizes, and errors."""
+"""Tests of partition schemes: disjoint shares, sizes, label mixes, and errors."""
 
 import numpy as np
 import pytest
@@ -21,44 +21,41 @@ USERS = np.arange(2000) % 37
     balance=st.booleans(),
     seed=st.integers(0, 10**6),
 )
-def test_clients_have_disjoint_and_enough_examples(
+def test_shares_are_disjoint_large_enough_and_reproducible(
     kind: str, clients: int, beta: float, balance: bool, seed: int
 ) -> None:
     config = PartitionConfig(clients, beta, balance, min_examples=3)
     shares = make_partition(kind, LABELS, USERS, config, seed)
-    together = np.concatenate(shares)
+    assigned = np.concatenate(shares)
     assert len(shares) == clients
-    assert len(np.unique(together)) == len(together)
+    assert len(np.unique(assigned)) == len(assigned)
     assert min(len(share) for share in shares) >= 3
     if kind != "natural":
-        assert len(together) == len(LABELS), "every example has an owner"
-    again = make_partition(kind, LABELS, USERS, config, seed)
-    assert all(np.array_equal(one, other) for one, other in zip(shares, again, strict=True))
+        assert len(assigned) == len(LABELS), "every example has an owner"
+    repeated = make_partition(kind, LABELS, USERS, config, seed)
+    assert all(np.array_equal(a, b) for a, b in zip(shares, repeated, strict=True))
 
 
-def classes(shares: list[Indices]) -> list[set[int]]:
+def classes_of(shares: list[Indices]) -> list[set[int]]:
     return [set(LABELS[share].tolist()) for share in shares]
 
 
 def test_iid_sizes_are_even() -> None:
-    assert {len(share) for share in make_partition("iid", LABELS, None, PartitionConfig(7), 0)} <= {
-        285,
-        286,
-    }
+    shares = make_partition("iid", LABELS, None, PartitionConfig(7), 0)
+    assert {len(share) for share in shares} <= {285, 286}
 
 
-def test_label_skew_is_the_papers_niid_2() -> None:
+def test_label_skew_matches_niid_2_of_the_paper() -> None:
     shares = make_partition("label-skew", LABELS, None, PartitionConfig(10), 0)
-    assert classes(shares) == [{0, 1}, {2, 3}, {4, 5}, {6, 7}, {8, 9}] * 2
+    assert classes_of(shares) == [{0, 1}, {2, 3}, {4, 5}, {6, 7}, {8, 9}] * 2
     assert {len(share) for share in shares} == {200}
-    assert classes(
-        make_partition("label-skew", LABELS, None, PartitionConfig(4, classes_per_client=3), 0)
-    )[3] == {9}
+    config = PartitionConfig(4, classes_per_client=3)
+    assert classes_of(make_partition("label-skew", LABELS, None, config, 0))[3] == {9}
 
 
-def test_dirichlet_is_more_unequal_the_smaller_beta() -> None:
+def test_smaller_beta_makes_dirichlet_more_skewed() -> None:
     def concentration(beta: float) -> float:
-        """How much of a class its largest owner has, on average."""
+        """Mean fraction of a class that its largest owner holds."""
         shares = make_partition(
             "dirichlet", LABELS, None, PartitionConfig(10, beta, balance=False, min_examples=1), 0
         )
@@ -68,12 +65,11 @@ def test_dirichlet_is_more_unequal_the_smaller_beta() -> None:
     assert concentration(0.1) > concentration(1.0) > concentration(100.0)
 
 
-def test_the_balance_rule_gives_a_full_client_nothing_more() -> None:
-    """A client exceeds its even share by examples of one class at most."""
+def test_balance_rule_adds_nothing_to_a_full_client() -> None:
+    """At most one class takes a client above its even share."""
     for seed in range(10):
-        for share in make_partition(
-            "dirichlet", LABELS, None, PartitionConfig(10, 0.1, balance=True), seed
-        ):
+        config = PartitionConfig(10, 0.1, balance=True)
+        for share in make_partition("dirichlet", LABELS, None, config, seed):
             counts = np.bincount(LABELS[share], minlength=10)
             last = np.flatnonzero(counts)[-1]
             assert counts.sum() - counts[last] < 200
@@ -94,7 +90,7 @@ def test_natural_clients_are_users() -> None:
     assert len(set.union(*owners)) == 12
 
 
-def test_a_tiny_beta_loses_no_class() -> None:
+def test_tiny_beta_assigns_every_example() -> None:
     shares = make_partition(
         "dirichlet", LABELS, None, PartitionConfig(10, 1e-4, balance=True, min_examples=1), 0
     )
@@ -133,7 +129,7 @@ def test_a_tiny_beta_loses_no_class() -> None:
         ("natural", PartitionConfig(38), "37 of 37 users"),
     ],
 )
-def test_what_cannot_work_says_which_setting(
+def test_impossible_partition_error_names_the_setting(
     kind: str, config: PartitionConfig, reason: str
 ) -> None:
     with pytest.raises(PartitionError, match=reason):

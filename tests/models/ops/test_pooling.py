@@ -1,4 +1,4 @@
-"""Max pooling in plain operators has torch's values and gradients, also for equal maxima."""
+"""Tests that max pooling from plain operators matches torch, including ties."""
 
 import pytest
 import torch
@@ -14,9 +14,9 @@ from fedcog.models.ops.pooling import max_pool
 
 
 def images(seed: int, *shape: int) -> Tensor:
-    """Few different values, so that windows have ties."""
-    draw = torch.Generator().manual_seed(seed)
-    return torch.randint(-2, 3, shape, generator=draw).double()
+    """Images with few different values, so that windows have ties."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-2, 3, shape, generator=generator).double()
 
 
 @given(
@@ -26,31 +26,31 @@ def images(seed: int, *shape: int) -> Tensor:
     st.integers(3, 8),
     st.integers(3, 8),
 )
-def test_values_and_gradients_are_torchs(
+def test_values_and_gradients_match_torch(
     seed: int, rows: int, columns: int, height: int, width: int
 ) -> None:
     x = images(seed, 2, 3, 2, height, width)
     weight = images(seed + 1, 3, 2, height // rows, width // columns)
 
-    def mine(x: Tensor) -> Tensor:
+    def plain_loss(x: Tensor) -> Tensor:
         return (max_pool(x, rows, columns) * weight).sum()
 
-    def torchs(x: Tensor) -> Tensor:
+    def torch_loss(x: Tensor) -> Tensor:
         return (F.max_pool2d(x, (rows, columns)) * weight).sum()
 
-    assert torch.equal(vmap(grad(mine))(x), vmap(grad(torchs))(x))
-    assert torch.equal(vmap(mine)(x), vmap(torchs)(x))
+    assert torch.equal(vmap(grad(plain_loss))(x), vmap(grad(torch_loss))(x))
+    assert torch.equal(vmap(plain_loss)(x), vmap(torch_loss)(x))
 
 
-def test_second_derivatives_are_torchs() -> None:
+def test_second_derivatives_match_torch() -> None:
     x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
 
-    def steep(pool):  # type: ignore[no-untyped-def]
+    def squared_gradient(pool):  # type: ignore[no-untyped-def]
         return lambda x: grad(lambda x: pool(x).pow(3).sum())(x).square().sum()
 
-    mine = grad(steep(lambda x: max_pool(x, 2, 2)))(x)
-    torchs = grad(steep(lambda x: F.max_pool2d(x, 2)))(x)
-    assert float((mine - torchs).abs().max()) < 1e-12
+    actual = grad(squared_gradient(lambda x: max_pool(x, 2, 2)))(x)
+    expected = grad(squared_gradient(lambda x: F.max_pool2d(x, 2)))(x)
+    assert float((actual - expected).abs().max()) < 1e-12
 
 
 POOLS = {
@@ -65,45 +65,45 @@ POOLS = {
 
 
 @pytest.mark.parametrize("name", POOLS)
-def test_what_is_traced_pools_as_torch_does(name: str) -> None:
-    pool, ours = POOLS[name]
+def test_traced_pooling_matches_torch(name: str) -> None:
+    pool, is_unrolled = POOLS[name]
     x = images(0, 4, 2, 7, 7)
 
-    def energy(x: Tensor) -> Tensor:
+    def override_loss(x: Tensor) -> Tensor:
         with LayerOverrides():
             return pool(x).pow(3).sum()
 
-    def torchs(x: Tensor) -> Tensor:
+    def torch_loss(x: Tensor) -> Tensor:
         return pool(x).pow(3).sum()
 
-    traced = make_fx(vmap(grad(energy)))(x)
-    assert torch.equal(traced(x), vmap(grad(torchs))(x))
-    assert ours == ("max_pool2d" not in traced.code)
+    traced = make_fx(vmap(grad(override_loss)))(x)
+    assert torch.equal(traced(x), vmap(grad(torch_loss))(x))
+    assert is_unrolled == ("max_pool2d" not in traced.code)
 
 
-def test_eagerly_it_is_torchs_own_and_indices_may_be_asked_for() -> None:
+def test_eager_pooling_uses_torch_and_returns_indices() -> None:
     x = images(1, 2, 2, 6, 6)
     with LayerOverrides():
-        values, places = F.max_pool2d(x, 2, return_indices=True)
+        values, indices = F.max_pool2d(x, 2, return_indices=True)
         assert torch.equal(torch.max_pool2d(x, 2), values)
-    assert torch.equal(x.flatten(2).gather(2, places.flatten(2)).reshape(values.shape), values)
+    assert torch.equal(x.flatten(2).gather(2, indices.flatten(2)).reshape(values.shape), values)
 
 
-def test_forward_mode_is_left_to_torch() -> None:
+def test_forward_mode_matches_torch() -> None:
     network = nn.Sequential(nn.Conv2d(2, 3, 3), nn.MaxPool2d(2)).requires_grad_(False)
     x = torch.randn(2, 2, 6, 6)
-    way = torch.randn(2, 2, 6, 6)
+    direction = torch.randn(2, 2, 6, 6)
 
-    def slope(x: Tensor, way: Tensor) -> Tensor:
+    def derivative(x: Tensor, direction: Tensor) -> Tensor:
         with LayerOverrides():
-            found: Tensor = jvp(network, (x,), (way,))[1]
-        return found
+            tangent: Tensor = jvp(network, (x,), (direction,))[1]
+        return tangent
 
-    wanted = jvp(network, (x,), (way,))[1]
-    assert float((make_fx(slope)(x, way)(x, way) - wanted).abs().max()) < 1e-6
+    expected = jvp(network, (x,), (direction,))[1]
+    assert float((make_fx(derivative)(x, direction)(x, direction) - expected).abs().max()) < 1e-6
 
 
-def test_an_image_smaller_than_the_window_is_refused_when_traced() -> None:
+def test_traced_pooling_refuses_images_smaller_than_the_window() -> None:
     def pool(x: Tensor) -> Tensor:
         with LayerOverrides():
             return F.max_pool2d(x, 2)

@@ -1,4 +1,4 @@
-"""Kernels compiled by worker processes, without a GPU, are found at the launch."""
+"""Tests that worker processes compile kernels without a GPU, for later launches."""
 
 import json
 import os
@@ -19,14 +19,17 @@ from pathlib import Path
 from fedcog.models.ops.kernels import ahead_of_time, launchers
 from fedcog.models.ops.kernels.shapes import Shape, block_choices
 
-folder, beside = Path(sys.argv[1]), sys.argv[2] == "beside"
+folder = Path(sys.argv[1])
+in_workers = sys.argv[2] == "beside"
 shape = Shape(2, 4, 3, 8, 8, 6, 3, 3, (1, 1), (1, 1), (1, 1))
-x, w, g = torch.empty(shape[:5]), torch.empty(2, 6, 3, 3, 3), torch.empty(2, 4, 6, 8, 8)
+x = torch.empty(shape[:5])
+w = torch.empty(2, 6, 3, 3, 3)
+g = torch.empty(2, 4, 6, 8, 8)
 torch.cuda.get_device_capability = lambda device: (9, 0)
-for kind, one, other in (("output", x, w), ("input", g, w), ("weight", g, x)):
+for kind, left, right in (("output", x, w), ("input", g, w), ("weight", g, x)):
     for blocks in block_choices(kind, shape):
-        job = launchers.LAUNCHERS[kind], one, other, shape, blocks, False
-        if beside:
+        job = launchers.LAUNCHERS[kind], left, right, shape, blocks, False
+        if in_workers:
             ahead_of_time.start_compiling(torch.device("cuda", 0), *job)
         else:
             spec = ahead_of_time.TensorSpec.from_tensor
@@ -34,32 +37,34 @@ for kind, one, other in (("output", x, w), ("input", g, w), ("weight", g, x)):
             ahead_of_time._compile(str(folder), 90, *job)
 ahead_of_time.wait_for_compilations()
 jobs = ahead_of_time._compilations.values()
-faults = [repr(one.exception()) for one in jobs if one.exception()]
+faults = [repr(job.exception()) for job in jobs if job.exception()]
 print(json.dumps([len(jobs), faults, sorted(p.parent.name for p in folder.rglob("*.cubin"))]))
 """
 
 
-def compiled(folder: Path, how: str) -> tuple[int, list[str], list[str]]:
-    kept = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+def compile_kernels(folder: Path, mode: str) -> tuple[int, list[str], list[str]]:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     caches = {"TRITON_CACHE_DIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(folder / "other")}
-    caches |= {"TORCHINDUCTOR_COMPILE_THREADS": "2"}  # with one thread there is no worker
-    command = [sys.executable, "-c", SCRIPT, str(folder), how]
-    done = subprocess.run(command, env=kept | caches, capture_output=True, text=True, timeout=120)
-    assert not done.returncode, done.stderr
-    begun, faults, files = json.loads(done.stdout.splitlines()[-1])
-    return begun, faults, files
+    caches |= {"TORCHINDUCTOR_COMPILE_THREADS": "2"}  # one thread would mean no worker process
+    command = [sys.executable, "-c", SCRIPT, str(folder), mode]
+    process = subprocess.run(
+        command, env=environment | caches, capture_output=True, text=True, timeout=120
+    )
+    assert not process.returncode, process.stderr
+    num_jobs, faults, files = json.loads(process.stdout.splitlines()[-1])
+    return num_jobs, faults, files
 
 
-def test_other_processes_compile_what_is_found_later(tmp_path: Path) -> None:
-    begun, faults, files = compiled(tmp_path, "beside")
-    assert begun == 3 and not faults and len(files) >= 3
-    assert compiled(tmp_path, "here")[2] == files  # nothing is compiled twice
+def test_worker_processes_compile_kernels_for_later_use(tmp_path: Path) -> None:
+    num_jobs, faults, files = compile_kernels(tmp_path, "beside")
+    assert num_jobs == 3 and not faults and len(files) >= 3
+    assert compile_kernels(tmp_path, "here")[2] == files  # all were found in the cache
 
 
-def test_what_takes_too_long_is_not_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    soon = Future[None]()
-    never = Future[None]()
-    soon.set_result(None)
-    monkeypatch.setattr(ahead_of_time, "_compilations", {"soon": soon, "never": never})
+def test_timed_out_compilation_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    finished = Future[None]()
+    unfinished = Future[None]()
+    finished.set_result(None)
+    monkeypatch.setattr(ahead_of_time, "_compilations", {"soon": finished, "never": unfinished})
     ahead_of_time.wait_for_compilations(0.01)
-    assert ahead_of_time._compilations == {"soon": soon}
+    assert ahead_of_time._compilations == {"soon": finished}

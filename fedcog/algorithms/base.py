@@ -18,7 +18,7 @@ import difflib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from fedcog.algorithms.types import (
     StepGradient,
     Uplink,
 )
-from fedcog.core import tree
+from fedcog.core import settings, tree
 from fedcog.core.tree import Params, State
 from fedcog.models.checks import ModelError
 from fedcog.models.functional import Model
@@ -74,7 +74,7 @@ class Algorithm:
             the payload under `"per_client"` reaches the server for each client.
         needs_features: Whether it uses features, or the last layer, of the network.
         needs_input_gradients: Whether it differentiates networks with respect to their inputs.
-        is_personalized: Whether the clients' own models are what it is for.
+        is_personalized: Whether its result is a model per client.
         single_label_reason: Why it cannot train on multi-label examples; empty if it can.
         per_device_settings: Names of the settings that may differ between device types.
         needs_full_model: Whether it fails when some clients train only a part of the model.
@@ -117,6 +117,24 @@ class Algorithm:
     def layers(self) -> "tuple[Algorithm, ...]":
         """This algorithm and those inside it, outermost first."""
         return (self,)
+
+    @property
+    def class_name(self) -> str:
+        """The name of its class; for a recorded algorithm, of the class that is missing."""
+        return type(self).__name__
+
+    @property
+    def setting_values(self) -> dict[str, Any]:
+        """The settings by name, without the inner algorithm's.
+
+        An integer given for a floating-point setting is a float.
+        """
+        values = {}
+        for name, setting in settings.settings(type(self)).items():
+            value = getattr(self, name)
+            is_integer_for_float = setting.type is float and type(value) is int
+            values[name] = float(value) if is_integer_for_float else value
+        return values
 
     def map_layers(self, change: "Callable[[Algorithm], Algorithm]") -> "Algorithm":
         """Apply `change` to every layer, innermost first."""

@@ -43,16 +43,17 @@ class FedCOG(Wrapper):
 
     The two losses are weighted by how much the client lacks (`balanced`, the paper's rule without a
     hyperparameter) or by 1 and lambda_kd (`fixed`, the default for multi-label examples, where the
-    distillation loss is a sum over labels and would dominate). Target labels are allocated by
-    largest remainder. Inputs and teacher outputs are both those of the last step (the published
-    code floors the one and mixes up the other). Only the inner data loss is rescaled, never a
-    penalty. Clients send exactly what the inner algorithm sends.
+    distillation loss is a sum over labels and would dominate). `Task.targets` allocates the target
+    labels by largest remainder; the published code rounds label counts down. Inputs and teacher
+    outputs both belong to the last generation step; the published code mixes two steps. Only the
+    inner data loss is rescaled, never a penalty. Clients send exactly what the inner algorithm
+    sends.
 
     Two settings go beyond the paper. `lambda_bn` weights DeepInversion's BatchNorm loss (Yin et
     al., CVPR 2020), with the statistics of the inputs that are optimized together. `norms` makes
-    BatchNorm use running statistics while distilling: normalized by their own batch, inputs have
-    other outputs than the teacher's even before the first step. A generator starts anew in every
-    round, with random weights, those of a file, or those of the user's network.
+    BatchNorm use running statistics while distilling. With batch statistics, student and teacher
+    outputs differ even before the first step. A generator starts anew in every round: from random
+    weights, from a file, or from the user's network.
     """
 
     needs_input_gradients: ClassVar[bool] = True
@@ -115,7 +116,7 @@ class FedCOG(Wrapper):
     )
     start_round: int = setting(50, "rounds of the inner algorithm before generation starts", ">= 0")
     generation_batch: int = setting(
-        0, "inputs optimized at a time, to save memory; 0: all, as always with a generator", ">= 0"
+        0, "inputs optimized at a time, to save memory; 0: all; ignored with a generator", ">= 0"
     )
 
     @property

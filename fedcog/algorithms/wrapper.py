@@ -225,6 +225,16 @@ class RecordedAlgorithm(Algorithm):
     name: str = ""
     recorded: tuple[tuple[str, Any], ...] = ()
 
+    @property
+    def class_name(self) -> str:
+        """The name of the class that is missing."""
+        return self.name
+
+    @property
+    def setting_values(self) -> dict[str, Any]:
+        """The settings that the run directory records."""
+        return dict(self.recorded)
+
 
 @dataclass(frozen=True)
 class RecordedWrapper(Wrapper):
@@ -239,3 +249,13 @@ class RecordedWrapper(Wrapper):
 
     name: str = ""
     recorded: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def class_name(self) -> str:
+        """The name of the class that is missing."""
+        return self.name
+
+    @property
+    def setting_values(self) -> dict[str, Any]:
+        """The settings that the run directory records."""
+        return dict(self.recorded)

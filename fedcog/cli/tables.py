@@ -17,7 +17,7 @@ from fedcog.data import DATASETS, registry
 from fedcog.data.partitions.flwr_partitions import FLWR_PARTITIONS
 from fedcog.data.partitions.schemes import PARTITIONS
 from fedcog.models.zoo import MODELS
-from fedcog.runs.config.composition import algorithm_name, layer_settings, named_layers
+from fedcog.runs.config.composition import algorithm_name, named_layers
 from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.records import summary
 from fedcog.runs.records.export import Exported
@@ -64,7 +64,7 @@ def print_experiment(
         style,
     )
     for name, layer in named_layers(experiment.algorithm):
-        if layer_values := layer_settings(layer):
+        if layer_values := layer.setting_values:
             values = ", ".join(f"{key} {value}" for key, value in layer_values.items())
             print_result(f"  {name}: {values}", style)
     first = 0

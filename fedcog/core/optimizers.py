@@ -140,7 +140,8 @@ def clip_grads(grads: Params, max_norm: float) -> Params:
     """Scale the gradients of one client down to an L2 norm of at most `max_norm`.
 
     Args:
-        grads: Gradients by name. A secondary model (`aside..name`) is measured and scaled apart.
+        grads: Gradients by name. A secondary model (`aside..name`) is
+            clipped separately.
         max_norm: Largest L2 norm over a whole model.
 
     Returns:

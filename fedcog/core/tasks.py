@@ -210,7 +210,7 @@ class SingleLabel:
         return class_counts.max() - class_counts
 
     def label_set_sizes(self, labels: Tensor) -> Tensor:
-        """Return that all examples have one label."""
+        """Return the number of examples with 0 and 1 labels: all have one."""
         return torch.tensor([0, len(labels)], device=labels.device)
 
     def targets(

@@ -1,7 +1,7 @@
 """Aggregation of payloads: sums, and what an algorithm needs per client.
 
-A payload is what one client sends. Its part under `"per_client"` is stacked, everything else is
-summed.
+A payload is what one client sends. Its part under `"per_client"` is stacked; everything else is
+summed, running statistics (`"buffers"`) included. What arrives from outside is checked here too.
 """
 
 import math

@@ -158,7 +158,7 @@ class Cohort:
         if stack_size > num_clients:
             clients = clients.select(torch.arange(stack_size).clamp(max=num_clients - 1))
         run = StackedRun(self, broadcast, clients, spec.lr)
-        with self._vmap_errors_explained():
+        with self._training_at_once():
             (result,) = self._train_stack(spec, [run], num_clients)
         return result
 
@@ -178,7 +178,7 @@ class Cohort:
         unpacked = [
             run._replace(broadcast=run.cohort.unpack(spec.algorithm, run.broadcast)) for run in runs
         ]
-        with self._vmap_errors_explained():
+        with self._training_at_once():
             return self._train_stack(spec, unpacked)
 
     def close(self, *algorithms: Algorithm) -> None:
@@ -445,7 +445,10 @@ class Cohort:
     def _plan_of_runs(
         self, spec: RoundSpec, runs: Sequence[StackedRun], num_steps: int, extra: ExtraData
     ) -> State:
-        """Lay out what every step of a round is served: `(S, K, ...)`, or `(S, ...)` if single."""
+        """Plan every step of a round: indices and random tensors, `(S, K, ...)`.
+
+        A single client has no axis K.
+        """
         has_client_axis = runs[0].clients.client_ids.dim() == 1
         plans = tree.concatenate(
             [run.cohort._plan(spec, run.clients, num_steps, extra) for run in runs]
@@ -457,7 +460,7 @@ class Cohort:
     def _plan(
         self, spec: RoundSpec, clients: CohortClients, num_steps: int, extra: ExtraData
     ) -> State:
-        """Lay out what every step is served, for the clients of one run: `(K, S, ...)`."""
+        """Plan every step for the clients of one run: indices and random tensors, `(K, S, ...)`."""
         batch_size = self.config.batch_size
         client_ids = clients.client_ids.reshape(-1)
         device_ids = client_ids.to(self.data.device)
@@ -553,8 +556,8 @@ class Cohort:
         return self._worker_pools[algorithm]
 
     @contextlib.contextmanager
-    def _vmap_errors_explained(self) -> Iterator[None]:
-        """Train clients at once: set the threads, and explain what vmap cannot do."""
+    def _training_at_once(self) -> Iterator[None]:
+        """Set the threads for training clients at once, and explain errors of vmap."""
         try:
             with _torch_threads(self.config.num_threads):
                 yield
@@ -578,7 +581,7 @@ class PlanChunk(NamedTuple):
     Attributes:
         first_step: The step at which it begins.
         num_steps: Number of its steps.
-        plan: What the steps are served.
+        plan: Indices and random tensors of the steps.
         staged: Examples copied to the device for these steps.
     """
 

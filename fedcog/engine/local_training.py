@@ -215,7 +215,10 @@ class LocalTraining(NamedTuple):
         return self.map_clients(_with_own)(inputs.clients, own, *mapped)
 
     def uses_default(self, hook: str) -> bool:
-        """Return whether a hook is not overridden; mapping it over clients costs a millisecond."""
+        """Return whether the algorithm does not override a hook.
+
+        The engine then skips mapping the hook over clients, which costs a millisecond.
+        """
         return getattr(type(self.algorithm), hook) is getattr(Algorithm, hook)
 
     def context(

@@ -106,7 +106,8 @@ class Privacy:
 
         Central privacy is about adding or removing one client. If a simulation samples the clients
         of a round without replacement, the sample is assumed secret, and privacy is about replacing
-        one client by another. Real clients are sampled by a seed that all know, which hides none.
+        one client by another. In a deployment all clients know the seed of the sampling, so
+        sampling amplifies nothing.
         Local privacy is about replacing a client's data by any other.
 
         Args:
@@ -169,7 +170,7 @@ def _gaussian_epsilon(noise: float, num_releases: int, delta: float) -> float:
 def _sampled_epsilon(
     noise: float, num_clients: int, num_sampled: int, num_releases: int, delta: float
 ) -> float:
-    """Return epsilon with clients sampled without replacement; never more than unsampled."""
+    """Return epsilon with clients sampled without replacement, at most that without sampling."""
     import dp_accounting
     from dp_accounting import rdp
 

@@ -63,9 +63,9 @@ class PowerOfChoice:
     """Power-of-choice (Cho et al., AISTATS 2022, algorithm 1): the candidates with highest loss.
 
     Candidates are sampled without replacement, in proportion to their number of examples. The
-    chosen clients count alike in the average, because their sizes have already acted. Every
-    candidate reports its loss (over all examples: pow-d; over one batch: cpow-d), so sums are not
-    enough.
+    chosen clients have equal weights, because sampling already favors large clients. Every
+    candidate reports its own loss (over all examples: pow-d; over one batch: cpow-d), so it does
+    not work under secure aggregation.
     """
 
     sizes: tuple[int, ...]

@@ -222,7 +222,7 @@ class Server:
     def _check_finite(
         self, request: RoundRequest, result: RoundResult, findings: ClientFindings
     ) -> tuple[list[int], list[int]]:
-        """Return the clients whose update, and those whose state only, is not finite."""
+        """Return the clients whose update is not finite, and those whose state alone is not."""
         update_finite = findings.update_finite.tolist()
         all_finite = findings.all_finite.tolist()
         rows = list(zip(result.client_ids, update_finite, all_finite, strict=True))

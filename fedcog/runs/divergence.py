@@ -1,7 +1,7 @@
 """Advice on diverged training: which setting is the likely cause."""
 
 from fedcog.federation.backend import Diverged
-from fedcog.runs.config.composition import layer_settings, named_layers
+from fedcog.runs.config.composition import named_layers
 from fedcog.runs.config.experiment import Experiment
 
 
@@ -47,7 +47,7 @@ def _server_advice(experiment: Experiment) -> str:
     """Name the settings of the base algorithm, which decide the server's step."""
     name, base = named_layers(experiment.algorithm)[-1]
     flags = [
-        f"--{name}.{key.replace('_', '-')} {value}" for key, value in layer_settings(base).items()
+        f"--{name}.{key.replace('_', '-')} {value}" for key, value in base.setting_values.items()
     ]
     return (
         f"The likely cause is the server's step ({', '.join(flags) or name}): change its settings."

@@ -1,8 +1,7 @@
-"""Pages in a real browser: nothing on the console, figures to be seen at two widths, tables that
-sort.
+"""Tests of the results page in a real browser.
 
-FEDCOG_SCREENSHOTS=docs/figures python -m pytest tests/report/test_browser.py makes the
-pictures in the docs.
+FEDCOG_SCREENSHOTS=docs/figures python -m pytest tests/report/test_browser.py writes the images of
+the docs.
 """
 
 from pathlib import Path
@@ -32,63 +31,64 @@ COLUMN = """return [...document.querySelectorAll("#main table")[arguments[0]].tB
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page about the results that are in this repository."""
+def results_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page about the results in this repository."""
     results = Results(REPO / "results")
     studies = list(paper.studies().values())
-    place = tmp_path_factory.mktemp("page") / "results.html"
-    place.write_text(
+    path = tmp_path_factory.mktemp("page") / "results.html"
+    path.write_text(
         reproduction.page(reproduction.parts_of(studies, results), results), encoding="utf-8"
     )
-    return place
+    return path
 
 
 @pytest.mark.parametrize("width", ["phone", "desktop"])
-def test_figures_are_seen_and_nothing_is_said_or_cut_off(
-    browser: Chrome, file: Path, width: str
+def test_figures_are_visible_and_the_page_fits_the_width(
+    browser: Chrome, results_page: Path, width: str
 ) -> None:
-    open_page(browser, file, width)
+    open_page(browser, results_page, width)
     WebDriverWait(browser, 30).until(
         lambda page: run_script(page, "return document.readyState") == "complete"
     )
-    found = run_script(browser, FIGURES)
-    assert len(found) >= 8
-    for across, down, seen, strokes in found:
-        assert seen and across > 200 and down > 100 and strokes > 5
-    across, room, down = run_script(browser, SIZES)
-    assert across <= room and down > 5000
+    figures = run_script(browser, FIGURES)
+    assert len(figures) >= 8
+    for figure_width, figure_height, is_visible, num_shapes in figures:
+        assert is_visible and figure_width > 200 and figure_height > 100 and num_shapes > 5
+    page_width, window_width, page_height = run_script(browser, SIZES)
+    assert page_width <= window_width and page_height > 5000
     run_script(browser, "document.querySelector('#main figure').scrollIntoView()")
     save_screenshot(browser, f"page-{width}")
     assert console_messages(browser) == []
 
 
-def test_a_table_sorts_by_the_column_that_is_clicked(browser: Chrome, file: Path) -> None:
-    open_page(browser, file, "desktop")
-    place = run_script(
+def leading_numbers(cells: list[str]) -> list[float]:
+    """The first number of every cell that begins with one."""
+    return [float(cell.split()[0]) for cell in cells if cell[0].isdigit()]
+
+
+def test_table_sorts_by_the_clicked_column(browser: Chrome, results_page: Path) -> None:
+    open_page(browser, results_page, "desktop")
+    index = run_script(
         browser,
         """return [...document.querySelectorAll("#main table")].findIndex(table =>
             [...table.tBodies[0].rows].some(row => /^[0-9]/.test(row.cells[1].textContent)))""",
     )
-    before = browser.execute_script(COLUMN, place)
-    numbers = sorted(float(cell.split()[0]) for cell in before if cell[0].isdigit())
-    assert (
-        len(numbers) > 5
-        and [float(cell.split()[0]) for cell in before if cell[0].isdigit()] != numbers
-    )
-    button = browser.find_elements("css selector", "#main table")[place].find_elements(
-        "css selector", "th button"
-    )[1]
+    before = browser.execute_script(COLUMN, index)
+    numbers = sorted(leading_numbers(before))
+    assert len(numbers) > 5 and leading_numbers(before) != numbers
+    table = browser.find_elements("css selector", "#main table")[index]
+    button = table.find_elements("css selector", "th button")[1]
     for expected in (numbers, numbers[::-1]):
         button.click()
-        after = browser.execute_script(COLUMN, place)
-        assert [float(cell.split()[0]) for cell in after if cell[0].isdigit()] == expected
+        after = browser.execute_script(COLUMN, index)
+        assert leading_numbers(after) == expected
         assert sorted(after) == sorted(before)
-    heads = browser.find_elements("css selector", "th[aria-sort]")
-    assert [head.get_attribute("aria-sort") for head in heads] == ["descending"]
+    headers = browser.find_elements("css selector", "th[aria-sort]")
+    assert [header.get_attribute("aria-sort") for header in headers] == ["descending"]
     assert console_messages(browser) == []
 
 
-def test_a_fault_on_a_page_would_be_heard(browser: Chrome, tmp_path: Path) -> None:
+def test_script_errors_appear_in_console_messages(browser: Chrome, tmp_path: Path) -> None:
     broken = tmp_path / "broken.html"
     broken.write_text(
         '<!DOCTYPE html><link rel="icon" href="data:,"><script>nobody.knows()</script>'

@@ -1,6 +1,4 @@
-"""The page about runs, from run directories written by hand: its numbers, its safety, and how it
-looks in a browser.
-"""
+"""Tests of the HTML report, on run directories written by the tests."""
 
 import html
 import re
@@ -31,28 +29,31 @@ COUNTS = torch.tensor([[5, 0, 3], [0, 7, 1]])
 CLASSES = ["cat", "dog", "ox"]
 
 
-def line(round: int, accuracy: float | None, clients: int = 2) -> dict[str, Any]:
-    """A round as the loop records it; without accuracy, one that was not evaluated."""
+def round_line(round: int, accuracy: float | None, clients: int = 2) -> dict[str, Any]:
+    """The recorded line of a round; it was not evaluated if `accuracy` is None."""
     local: list[dict[str, Any]] = [
         {"client": client, "loss": 1.0 / round, "distance": 0.5 + client}
         for client in range(clients)
     ]
-    for client in local if accuracy is not None else []:
+    line = {
+        "round": round,
+        "clients": list(range(clients)),
+        "loss": 1.0 / round,
+        "local": local,
+        "seconds": {"generation": 0.5, "training": 1.0, "evaluation": 0.25, "total": 2.0},
+    }
+    if accuracy is None:
+        return line
+    for client in local:
         client |= {
             "accuracy": accuracy,
             "own_accuracy": 0.9,
             "own_accuracy_before": None if client["client"] else 0.4,
         }
-    found = {"round": round, "clients": list(range(clients)), "loss": 1.0 / round, "local": local}
-    found["seconds"] = {"generation": 0.5, "training": 1.0, "evaluation": 0.25, "total": 2.0}
-    return (
-        found
-        if accuracy is None
-        else found | {"accuracy": accuracy, "personal_accuracy": accuracy + 0.1}
-    )
+    return line | {"accuracy": accuracy, "personal_accuracy": accuracy + 0.1}
 
 
-def record(
+def write_run(
     path: Path,
     accuracies: list[float | None],
     *,
@@ -64,7 +65,7 @@ def record(
     command: str = "fedcog run",
     rounds: int | None = None,
 ) -> Path:
-    """A run directory with these accuracies, round by round."""
+    """Write a run directory with these accuracies, round by round."""
     directory = RunDirectory(path)
     experiment = Experiment(
         algorithm=algorithm or Algorithm(), seed=seed, rounds=rounds or max(1, len(accuracies))
@@ -86,7 +87,7 @@ def record(
         }
         directory.save_federation(tensors, about)
     for round, accuracy in enumerate(accuracies, 1):
-        directory.append(line(round, accuracy, 2 if counts is None else counts.shape[0]))
+        directory.append(round_line(round, accuracy, 2 if counts is None else counts.shape[0]))
     if artifacts:
         images = (
             torch.arange(3 * 8, dtype=torch.uint8)
@@ -101,61 +102,59 @@ def record(
     return path
 
 
-def visible(text: str) -> str:
-    """What a reader sees of it, outside figures."""
+def visible_text(text: str) -> str:
+    """The text of a page outside figures, without markup."""
     text = re.sub(r"<(style|svg).*?</\1>", "", text, flags=re.DOTALL)
     return html.unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", text)))
 
 
-def cells(text: str, label: str) -> list[str]:
-    """The row of the table of results that starts with `label`."""
-    row = next(
-        row
-        for row in re.findall(r"<tr>.*?</tr>", text, re.DOTALL)
-        if visible(row).split()[0] == label
-    )
-    return [visible(cell).strip() for cell in re.findall(r"<td.*?</td>", row, re.DOTALL)]
+def result_cells(text: str, label: str) -> list[str]:
+    """The cells of the results' row that starts with `label`."""
+    rows = re.findall(r"<tr>.*?</tr>", text, re.DOTALL)
+    row = next(row for row in rows if visible_text(row).split()[0] == label)
+    return [visible_text(cell).strip() for cell in re.findall(r"<td.*?</td>", row, re.DOTALL)]
 
 
 @pytest.fixture(scope="module")
-def six(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """FedAvg and FedCOG, three seeds each."""
+def six_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Runs of FedAvg and FedCOG, three seeds each."""
     tmp_path = tmp_path_factory.mktemp("six")
-    plain = [[0.2, 0.4, 0.3], [0.2, 0.5, 0.4], [0.2, 0.6, 0.5]]
-    better = [[0.2, 0.5, 0.6], [0.2, 0.4, 0.7], [0.2, 0.3, 0.35]]
-    paths = [record(tmp_path / f"a{seed}", [*run], seed=seed) for seed, run in enumerate(plain)]
-    cog = FedCOG(start_round=1)
+    fedavg_scores = [[0.2, 0.4, 0.3], [0.2, 0.5, 0.4], [0.2, 0.6, 0.5]]
+    fedcog_scores = [[0.2, 0.5, 0.6], [0.2, 0.4, 0.7], [0.2, 0.3, 0.35]]
+    paths = [
+        write_run(tmp_path / f"a{seed}", [*scores], seed=seed)
+        for seed, scores in enumerate(fedavg_scores)
+    ]
+    fedcog = FedCOG(start_round=1)
     return paths + [
-        record(
+        write_run(
             tmp_path / f"b{seed}",
-            [*run],
+            [*scores],
             seed=seed,
-            algorithm=cog,
+            algorithm=fedcog,
             artifacts=(1, 8, 8),
             command="fedcog run --b",
         )
-        for seed, run in enumerate(better)
+        for seed, scores in enumerate(fedcog_scores)
     ]
 
 
 @pytest.fixture(scope="module")
-def text(six: list[Path]) -> str:
-    """The page about the six."""
-    return page(six)
+def report_html(six_runs: list[Path]) -> str:
+    """The page about the six runs."""
+    return page(six_runs)
 
 
 @pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of words: figures are made but neither laid out nor written, which is most of the
-    work for a page.
-    """
+def without_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Create figures without drawing them, which takes most of the time of a page."""
     monkeypatch.setattr(Figure, "savefig", lambda figure, file, **_: file.write("<svg></svg>"))
 
 
-def test_results_are_means_and_sample_deviations_over_seeds(text: str) -> None:
-    # last 30, 40, 50: mean 40, deviation 10; best 40, 50, 60; so the target is 40 %, reached in
-    # rounds 2, 2 and 2
-    assert cells(text, "fedavg") == [
+def test_results_are_means_and_sample_deviations_over_seeds(report_html: str) -> None:
+    # FedAvg ends at 30, 40 and 50 % with best rounds of 40, 50 and 60 %. So the target is 40 %,
+    # and every seed reaches it in round 2.
+    assert result_cells(report_html, "fedavg") == [
         "40.00 ± 10.00",
         "50.00 ± 10.00",
         "50.00 ± 10.00",
@@ -165,114 +164,118 @@ def test_results_are_means_and_sample_deviations_over_seeds(text: str) -> None:
     ]
     deviation = 100 * statistics.stdev([0.6, 0.7, 0.35])
     last = f"55.00 ± {deviation:.2f}"
-    assert cells(text, "fedavg+fedcog")[:2] == [last, last]
-    assert cells(text, "fedavg+fedcog")[3:5] == ["2 (2 of 3 seeds)", "0, 1 and 2"]
-    assert "Rounds to 40 %" in visible(text)
-    assert "optimistic" in visible(text)
+    assert result_cells(report_html, "fedavg+fedcog")[:2] == [last, last]
+    assert result_cells(report_html, "fedavg+fedcog")[3:5] == ["2 (2 of 3 seeds)", "0, 1 and 2"]
+    assert "Rounds to 40 %" in visible_text(report_html)
+    assert "optimistic" in visible_text(report_html)
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_target_that_few_or_no_seeds_reach(six: list[Path]) -> None:
-    text = page(six, target=0.65)
-    assert cells(text, "fedavg")[3] == "never"
-    assert cells(text, "fedavg+fedcog")[3] == "> 3 (1 of 3 seeds)"
+@pytest.mark.usefixtures("without_drawing")
+def test_target_reached_by_few_or_no_seeds(six_runs: list[Path]) -> None:
+    report_html = page(six_runs, target=0.65)
+    assert result_cells(report_html, "fedavg")[3] == "never"
+    assert result_cells(report_html, "fedavg+fedcog")[3] == "> 3 (1 of 3 seeds)"
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_drawing")
 @pytest.mark.parametrize(
     ("last", "target"), [(0.65, "65 %"), (0.64, "60 %"), (0.15, "15 %"), (0.034, "3 %")]
 )
 def test_target_is_the_last_accuracy_rounded_down(tmp_path: Path, last: float, target: str) -> None:
-    assert f"Rounds to {target}" in visible(page([record(tmp_path, [last])]))
+    assert f"Rounds to {target}" in visible_text(page([write_run(tmp_path, [last])]))
 
 
 @pytest.mark.parametrize("target", [0.0, 60.0])
-def test_target_is_a_share(tmp_path: Path, target: float) -> None:
+def test_target_must_be_a_fraction(tmp_path: Path, target: float) -> None:
     with pytest.raises(ValueError, match=r"such as 0\.6"):
-        page([record(tmp_path, [0.5])], target=target)
+        page([write_run(tmp_path, [0.5])], target=target)
 
 
-def test_page_is_whole_in_itself(text: str) -> None:
-    addresses = set(re.findall(r"\w+://[^\s\"'<>)]+", text))
-    assert addresses == {
-        "http://www.w3.org/2000/svg",
-        "http://www.w3.org/1999/xlink",
-    }  # names, never fetched
-    assert re.findall(r'(?:src|href)="(?!data:|#)[^"]*', text) == []
-    assert not re.search(r"@import|url\((?!#)|<script|<link (?!rel=\"icon\" href=\"data:,\")", text)
-    assert 'lang="en"' in text
-    assert "width=device-width" in text
+def test_page_is_self_contained(report_html: str) -> None:
+    addresses = set(re.findall(r"\w+://[^\s\"'<>)]+", report_html))
+    # These are XML namespaces; browsers do not fetch them.
+    assert addresses == {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+    assert re.findall(r'(?:src|href)="(?!data:|#)[^"]*', report_html) == []
+    assert not re.search(
+        r"@import|url\((?!#)|<script|<link (?!rel=\"icon\" href=\"data:,\")", report_html
+    )
+    assert 'lang="en"' in report_html
+    assert "width=device-width" in report_html
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_title_may_be_given(six: list[Path], text: str) -> None:
-    assert "<h1>fedavg and fedavg+fedcog on animals</h1>" in text
-    assert "<h1>Six runs</h1>" in page(six, title="Six runs")
+@pytest.mark.usefixtures("without_drawing")
+def test_title_can_be_set(six_runs: list[Path], report_html: str) -> None:
+    assert "<h1>fedavg and fedavg+fedcog on animals</h1>" in report_html
+    assert "<h1>Six runs</h1>" in page(six_runs, title="Six runs")
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_headline_says_what_is_compared(six: list[Path], text: str, tmp_path: Path) -> None:
-    assert "Compared here: fedavg and fedavg+fedcog. Data: animals" in visible(text)
-    assert "Compared" not in visible(page(six[:3]))
-    late = record(tmp_path, [0.1], algorithm=FedCOG(start_round=2))
-    assert "Compared here: 2 settings of fedavg+fedcog. Data" in visible(page([six[3], late]))
-    assert "Compared here: 3 settings of fedavg and fedavg+fedcog. Data" in visible(
-        page([six[0], six[3], late])
+@pytest.mark.usefixtures("without_drawing")
+def test_headline_names_the_compared_algorithms(
+    six_runs: list[Path], report_html: str, tmp_path: Path
+) -> None:
+    assert "Compared here: fedavg and fedavg+fedcog. Data: animals" in visible_text(report_html)
+    assert "Compared" not in visible_text(page(six_runs[:3]))
+    late_start = write_run(tmp_path, [0.1], algorithm=FedCOG(start_round=2))
+    assert "Compared here: 2 settings of fedavg+fedcog. Data" in visible_text(
+        page([six_runs[3], late_start])
+    )
+    assert "Compared here: 3 settings of fedavg and fedavg+fedcog. Data" in visible_text(
+        page([six_runs[0], six_runs[3], late_start])
     )
 
 
-def test_figures_are_named_and_have_captions_and_own_ids(text: str) -> None:
-    drawn = re.findall(r"<figure>.*?</figure>", text, re.DOTALL)
-    assert len(drawn) == 2 + 1 + 1 + 1 + 2 * 2 + 1
-    for figure in drawn:
+def test_figures_have_labels_captions_and_unique_ids(report_html: str) -> None:
+    figure_tags = re.findall(r"<figure>.*?</figure>", report_html, re.DOTALL)
+    assert len(figure_tags) == 2 + 1 + 1 + 1 + 2 * 2 + 1
+    for figure in figure_tags:
         assert re.search(r'<svg role="img" aria-label="[^"]{20,}"|<img [^>]*alt="[^"]+"', figure)
         assert "<figcaption>" in figure
-    ids = re.findall(r'\bid="([^"]+)"', text)
+    ids = re.findall(r'\bid="([^"]+)"', report_html)
     assert len(ids) == len(set(ids))
-    assert set(re.findall(r'(?:href="#|url\(#)([^")]+)', text)) <= set(ids)
+    assert set(re.findall(r'(?:href="#|url\(#)([^")]+)', report_html)) <= set(ids)
 
 
-def test_equal_runs_make_equal_pages(six: list[Path], text: str) -> None:
-    assert page(six) == text
+def test_page_is_deterministic(six_runs: list[Path], report_html: str) -> None:
+    assert page(six_runs) == report_html
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_a_directory_given_twice_counts_once(six: list[Path]) -> None:
-    assert page([six[0], six[0]]) == page([six[0]])
+@pytest.mark.usefixtures("without_drawing")
+def test_repeated_directory_counts_once(six_runs: list[Path]) -> None:
+    assert page([six_runs[0], six_runs[0]]) == page([six_runs[0]])
 
 
-def test_fedcog_is_marked_where_it_wakes(text: str, tmp_path: Path) -> None:
-    assert "FedCOG from round 2" in text
-    late = record(tmp_path / "late", [0.1, 0.2], algorithm=FedCOG(start_round=2))
-    assert "FedCOG from round" not in page([late])
+def test_first_round_of_fedcog_is_marked(report_html: str, tmp_path: Path) -> None:
+    assert "FedCOG from round 2" in report_html
+    inactive = write_run(tmp_path / "late", [0.1, 0.2], algorithm=FedCOG(start_round=2))
+    assert "FedCOG from round" not in page([inactive])
 
 
-def test_hostile_names_are_text(tmp_path: Path) -> None:
-    hostile = [
+def test_hostile_names_are_escaped(tmp_path: Path) -> None:
+    class_names = [
         "<script>alert(1)</script>",
         '"><img src=x onerror=alert(2)>',
         '$\\frac{1}{$ & \x00\ud800 id="x',
     ]
-    path = record(
+    path = write_run(
         tmp_path,
         [0.5],
-        classes=hostile,
+        classes=class_names,
         artifacts=(3, 4, 4),
         command="fedcog <script>alert(3)</script> & more",
     )
-    text = page([path], title="<b>bold</b>")
-    assert "<script" not in text
-    assert not re.search(r"<img (?!(class=\"small\" )?alt=)", text)
-    assert "<b>" not in text
-    assert "fedcog <script>alert(3)</script> & more" in visible(text)
-    assert "<script>alert(1)</script>" in visible(text)
-    text.encode()
+    report_html = page([path], title="<b>bold</b>")
+    assert "<script" not in report_html
+    assert not re.search(r"<img (?!(class=\"small\" )?alt=)", report_html)
+    assert "<b>" not in report_html
+    assert "fedcog <script>alert(3)</script> & more" in visible_text(report_html)
+    assert "<script>alert(1)</script>" in visible_text(report_html)
+    report_html.encode()
 
 
-def test_generated_beside_real(text: str) -> None:
-    section = text.split('<section id="generated">')[1].split("</section>")[0]
+def test_generated_images_are_shown_with_real_ones(report_html: str) -> None:
+    section = report_html.split('<section id="generated">')[1].split("</section>")[0]
     rows = re.findall(r"<tr.*?</tr>", section, re.DOTALL)
-    assert [visible(row).split() for row in rows] == [
+    assert [visible_text(row).split() for row in rows] == [
         ["cat", "dog", "ox", "cat", "dog", "ox", "cat", "dog"],
         ["step", "0"],
         ["step", "5"],
@@ -283,129 +286,139 @@ def test_generated_beside_real(text: str) -> None:
     assert "client 0 generated in round 3 (fedavg+fedcog, seed 0)" in section
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_drawing")
 @pytest.mark.parametrize("shape", [(2, 5, 7), (4, 6, 6), (3, 70, 70)])
-def test_pictures_of_any_channels(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    text = page([record(tmp_path, [0.5], algorithm=FedCOG(start_round=0), artifacts=shape)])
-    assert text.count('src="data:image/png') == 4 * 8
-    assert ('class="small"' in text) == (max(shape) < 64)
+def test_images_may_have_any_number_of_channels(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    report_html = page(
+        [write_run(tmp_path, [0.5], algorithm=FedCOG(start_round=0), artifacts=shape)]
+    )
+    assert report_html.count('src="data:image/png') == 4 * 8
+    assert ('class="small"' in report_html) == (max(shape) < 64)
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_inputs_that_are_no_pictures(tmp_path: Path) -> None:
-    assert "not pictures" in visible(page([record(tmp_path, [0.5], artifacts=(6,))]))
+@pytest.mark.usefixtures("without_drawing")
+def test_inputs_that_are_not_images_are_not_drawn(tmp_path: Path) -> None:
+    assert "not pictures" in visible_text(page([write_run(tmp_path, [0.5], artifacts=(6,))]))
 
 
-def test_rounds_not_evaluated_and_numbers_not_finite(tmp_path: Path) -> None:
-    path = record(tmp_path, [None, 0.5, None])
-    RunDirectory(path).append(line(4, None) | {"loss": float("nan"), "local": []})
-    text = page([path])
-    assert cells(text, "fedavg")[:2] == ["50.00", "50.00"]
+def test_unevaluated_rounds_and_nan_losses_are_accepted(tmp_path: Path) -> None:
+    path = write_run(tmp_path, [None, 0.5, None])
+    RunDirectory(path).append(round_line(4, None) | {"loss": float("nan"), "local": []})
+    report_html = page([path])
+    assert result_cells(report_html, "fedavg")[:2] == ["50.00", "50.00"]
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_unfinished_run_says_so(tmp_path: Path) -> None:
-    path = record(tmp_path, [0.1, 0.2], rounds=5)
+@pytest.mark.usefixtures("without_drawing")
+def test_unfinished_run_is_marked(tmp_path: Path) -> None:
+    path = write_run(tmp_path, [0.1, 0.2], rounds=5)
     with open(path / "rounds.jsonl", "a") as file:
         file.write('{"round": 3, "accur')
-    text = page([path], target=0.9)
-    assert "Unfinished: fedavg, seed 0: 2 of 5 rounds." in visible(text)
-    assert cells(text, "fedavg")[3] == "not yet"
+    report_html = page([path], target=0.9)
+    assert "Unfinished: fedavg, seed 0: 2 of 5 rounds." in visible_text(report_html)
+    assert result_cells(report_html, "fedavg")[3] == "not yet"
 
 
-def test_run_without_a_round(tmp_path: Path) -> None:
-    text = visible(page([record(tmp_path, [])]))
-    assert "0 of 1 rounds" in text
-    assert "no results" in text
-    assert "no time has been measured" in text
+def test_run_without_rounds_has_no_results(tmp_path: Path) -> None:
+    page_text = visible_text(page([write_run(tmp_path, [])]))
+    assert "0 of 1 rounds" in page_text
+    assert "no results" in page_text
+    assert "no time has been measured" in page_text
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_seeds_that_come_twice_are_told(tmp_path: Path) -> None:
-    twins = [record(tmp_path / name, [0.5]) for name in "ab"]
-    assert "2 runs but 1 different seeds" in visible(page(twins))
+@pytest.mark.usefixtures("without_drawing")
+def test_repeated_seeds_are_noted(tmp_path: Path) -> None:
+    same_seed = [write_run(tmp_path / name, [0.5]) for name in "ab"]
+    assert "2 runs but 1 different seeds" in visible_text(page(same_seed))
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_missing_or_damaged_files_leave_their_section_out(tmp_path: Path) -> None:
-    path = record(tmp_path, [0.5], counts=None)
+@pytest.mark.usefixtures("without_drawing")
+def test_missing_or_damaged_files_are_named(tmp_path: Path) -> None:
+    path = write_run(tmp_path, [0.5], counts=None)
     (path / "provenance.json").unlink()
     (path / "exhibits").mkdir()
     (path / "exhibits" / "00001.safetensors").write_bytes(b"rubbish")
-    text = visible(page([path]))
-    assert "federation.safetensors is missing" in text
-    assert "provenance.json is missing" in text
-    assert "The file is damaged" in text
+    page_text = visible_text(page([path]))
+    assert "federation.safetensors is missing" in page_text
+    assert "provenance.json is missing" in page_text
+    assert "The file is damaged" in page_text
 
 
-def test_no_run_is_an_error(tmp_path: Path) -> None:
+def test_page_without_runs_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match=r"experiment\.toml is missing"):
         page([tmp_path])
     with pytest.raises(ValueError, match="at least one"):
         page([])
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_drawing")
 @pytest.mark.parametrize(("last", "scale"), [(3.0, "linear"), (1e7, "log"), (0.0, "linear")])
-def test_a_run_that_diverges_does_not_flatten_the_others(last: float, scale: str) -> None:
-    calm = Curve(
+def test_log_scale_is_used_only_for_diverged_curves(last: float, scale: str) -> None:
+    normal = Curve(
         "calm", [(round, Spread(1 / round, 0.1, 3)) for round in range(1, 5)], figures.line_style(0)
     )
-    other = Curve("other", [*calm.points[:3], (4, Spread(last, last, 3))], figures.line_style(1))
-    drawn = curves_figure([calm, other], "training loss")
-    axes = drawn.figure.axes[0]
+    other = Curve("other", [*normal.points[:3], (4, Spread(last, last, 3))], figures.line_style(1))
+    plot = curves_figure([normal, other], "training loss")
+    axes = plot.figure.axes[0]
     assert axes.get_yscale() == scale
-    assert "mathdefault" not in drawn
+    assert "mathdefault" not in plot
     assert scale == "linear" or axes.get_ylim()[0] == pytest.approx(1 / 8)
 
 
-def test_partitions_are_shown_once_each_and_six_at_most(tmp_path: Path) -> None:
-    shared = [record(tmp_path / f"s{seed}", [0.5], seed=seed) for seed in range(2)]
-    assert page(shared).count("<summary>") == 1
-    own = [
-        record(tmp_path / f"o{n}", [0.5], seed=n, counts=torch.full((n + 1, 3), 4))
+def test_at_most_six_distinct_partitions_are_shown(tmp_path: Path) -> None:
+    same_partition = [write_run(tmp_path / f"s{seed}", [0.5], seed=seed) for seed in range(2)]
+    assert page(same_partition).count("<summary>") == 1
+    distinct_partitions = [
+        write_run(tmp_path / f"o{n}", [0.5], seed=n, counts=torch.full((n + 1, 3), 4))
         for n in range(8)
     ]
-    text = page(own)
-    assert text.count("<summary>") == 6
-    assert "2 more partitions are not shown" in text
+    report_html = page(distinct_partitions)
+    assert report_html.count("<summary>") == 6
+    assert "2 more partitions are not shown" in report_html
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_drawing")
 def test_large_table_is_left_out(tmp_path: Path) -> None:
-    text = page(
-        [record(tmp_path, [0.5], counts=torch.ones(201, 100, dtype=torch.int64), classes=[])]
+    report_html = page(
+        [write_run(tmp_path, [0.5], counts=torch.ones(201, 100, dtype=torch.int64), classes=[])]
     )
-    assert "A table of 20,100 numbers is left out" in text
-    assert "<summary>" not in text
+    assert "A table of 20,100 numbers is left out" in report_html
+    assert "<summary>" not in report_html
 
 
-def test_settings_that_differ_come_first(text: str) -> None:
-    differing = re.findall(r'<tr class="differs">.*?</tr>', text, re.DOTALL)
-    assert visible(differing[0]).split() == ["algorithm", "fedavg", "fedavg+fedcog"]
+def test_differing_settings_come_first(report_html: str) -> None:
+    differing = re.findall(r'<tr class="differs">.*?</tr>', report_html, re.DOTALL)
+    assert visible_text(differing[0]).split() == ["algorithm", "fedavg", "fedavg+fedcog"]
     assert any("fedcog.start_round" in row for row in differing)
-    same = text.split("The same for all")[1]
-    assert re.search(r"seed</code></th><td>0, 1, 2</td>", same)
-    assert text.count("<code>fedcog run</code>") == text.count("<code>fedcog run --b</code>") == 1
+    shared_settings = report_html.split("The same for all")[1]
+    assert re.search(r"seed</code></th><td>0, 1, 2</td>", shared_settings)
+    assert (
+        report_html.count("<code>fedcog run</code>")
+        == report_html.count("<code>fedcog run --b</code>")
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
-    ("clients", "labels", "numbers"), [(1, 1, True), (10, 10, True), (100, 100, False)]
+    ("num_clients", "num_classes", "shows_numbers"),
+    [(1, 1, True), (10, 10, True), (100, 100, False)],
 )
-def test_partition_figure_stands_alone(clients: int, labels: int, numbers: bool) -> None:
-    counts = torch.arange(clients * labels).view(clients, labels) % 997
-    svg = partition_figure(counts, [f"class {label} & <more>" for label in range(labels)])
+def test_partition_figure_is_a_standalone_svg(
+    num_clients: int, num_classes: int, shows_numbers: bool
+) -> None:
+    counts = torch.arange(num_clients * num_classes).view(num_clients, num_classes) % 997
+    svg = partition_figure(counts, [f"class {c} & <more>" for c in range(num_classes)])
     root = ElementTree.fromstring(svg)
-    assert f"{clients} clients" in root.attrib["aria-label"]
-    words = [
-        "".join(text.itertext()).strip() for text in root.iter("{http://www.w3.org/2000/svg}text")
+    assert f"{num_clients} clients" in root.attrib["aria-label"]
+    texts = [
+        "".join(element.itertext()).strip()
+        for element in root.iter("{http://www.w3.org/2000/svg}text")
     ]
-    assert "class 0 & <more>" in words
-    assert ("99" in words) == (numbers and clients > 1)
+    assert "class 0 & <more>" in texts
+    assert ("99" in texts) == (shows_numbers and num_clients > 1)
     assert len(svg) < 300_000
 
 
-OPEN = """return [...document.querySelectorAll("details table")]
+TABLES_VISIBLE = """return [...document.querySelectorAll("details table")]
     .map(table => table.checkVisibility())"""
 SIZES = (
     "const page = document.documentElement; return [page.scrollWidth, page.clientWidth, "
@@ -413,29 +426,30 @@ SIZES = (
 )
 
 
-def test_phone_does_not_scroll_sideways_and_paper_opens_tables_that_fit(
-    browser: Chrome, six: list[Path], tmp_path: Path
+def test_page_fits_a_phone_and_prints_tables_that_fit(
+    browser: Chrome, six_runs: list[Path], tmp_path: Path
 ) -> None:
-    wide = record(
+    wide_table = write_run(
         tmp_path / "wide",
         [0.5],
         counts=torch.ones(40, 60, dtype=torch.int64),
         classes=["longish" * 9] * 60,
         command="x" * 500,
     )
-    text = page([*six, wide])
+    report_html = page([*six_runs, wide_table])
     (tmp_path / "open.html").write_text(
-        text.replace("<details>", "<details open>"), encoding="utf-8"
+        report_html.replace("<details>", "<details open>"), encoding="utf-8"
     )
     open_page(browser, tmp_path / "open.html", "phone")
-    width, room, height = run_script(browser, SIZES)
-    assert 300 < room <= 390
-    assert width <= room
-    assert height > 3000
-    assert run_script(browser, OPEN) == [True, True]  # as they were made to be here
-    (tmp_path / "page.html").write_text(text, encoding="utf-8")
+    page_width, window_width, page_height = run_script(browser, SIZES)
+    assert 300 < window_width <= 390
+    assert page_width <= window_width
+    assert page_height > 3000
+    assert run_script(browser, TABLES_VISIBLE) == [True, True]
+    (tmp_path / "page.html").write_text(report_html, encoding="utf-8")
     open_page(browser, tmp_path / "page.html", "desktop")
-    assert run_script(browser, OPEN) == [False, False]
+    assert run_script(browser, TABLES_VISIBLE) == [False, False]
     open_page(browser, tmp_path / "page.html", "desktop", media="print")
-    assert run_script(browser, OPEN) == [True, False]  # three classes and sixty
+    # The table of sixty classes is too wide for paper.
+    assert run_script(browser, TABLES_VISIBLE) == [True, False]
     assert console_messages(browser) == []

@@ -1,4 +1,4 @@
-"""The methods on real digits: what a user sees of them, and what is told about each."""
+"""Tests of the algorithms on the digits dataset, and of the algorithm catalog."""
 
 import ast
 import dataclasses
@@ -13,6 +13,7 @@ import fedcog
 from fedcog import ALGORITHMS, ConfigError, Experiment, ModelError
 from fedcog.algorithms import SCAFFOLD, VHL, Ditto, FedAvg, FedExP, FedGen, FedRep
 from fedcog.runs.config.composition import make_algorithm
+from fedcog.runs.setup import ExperimentSetup
 from fedcog.studies.catalog import describe_algorithms, markdown
 from tests.support.paths import REPO
 from tests.support.user_models import USER_MODELS
@@ -23,83 +24,82 @@ DIGITS = Experiment(
 
 
 def test_scaffold_is_stable_with_momentum_over_400_steps(tmp_path: Path) -> None:
-    """At learning rate 0.01 the variates would be ten times too large if momentum were not counted
-    in.
-    """
-    paper = dataclasses.replace(
+    """Control variates that ignore momentum would be ten times too large at these settings."""
+    config = dataclasses.replace(
         DIGITS, lr=0.01, local_steps=400, clients=3, rounds=2, evaluate_local=False
     )
-    plain = fedcog.run(paper, tmp_path / "fedavg", report=False)
-    steady = fedcog.run(
-        dataclasses.replace(paper, algorithm=SCAFFOLD()), tmp_path / "scaffold", report=False
+    fedavg = fedcog.run(config, tmp_path / "fedavg", report=False)
+    scaffold = fedcog.run(
+        dataclasses.replace(config, algorithm=SCAFFOLD()), tmp_path / "scaffold", report=False
     )
-    assert steady.last > plain.last - 0.05
-    distances = [max(one["distance"] for one in line["local"]) for line in steady.lines]
+    assert scaffold.last > fedavg.last - 0.05
+    distances = [max(client["distance"] for client in line["local"]) for line in scaffold.lines]
     assert distances[-1] < 2 * distances[0]
 
 
-def test_fedexp_says_how_far_it_stepped(tmp_path: Path) -> None:
-    done = fedcog.run(
+def test_fedexp_records_its_server_step(tmp_path: Path) -> None:
+    run = fedcog.run(
         dataclasses.replace(DIGITS, algorithm=FedExP(), partition="label-skew"), tmp_path / "run"
     )
-    assert all(line["server_step"] >= 1 for line in done.lines) and done.lines[0]["server_step"] > 1
+    assert all(line["server_step"] >= 1 for line in run.lines)
+    assert run.lines[0]["server_step"] > 1
 
 
-def test_fedgens_generator_learns(tmp_path: Path) -> None:
-    done = fedcog.run(
+def test_fedgen_generator_loss_decreases(tmp_path: Path) -> None:
+    run = fedcog.run(
         dataclasses.replace(DIGITS, rounds=6, algorithm=FedGen()), tmp_path / "run", report=False
     )
-    losses = [line["generator_loss"] for line in done.lines]
+    losses = [line["generator_loss"] for line in run.lines]
     assert losses[-1] < 0.7 * losses[0]
 
 
-def test_personalised_and_fine_tuned_models_are_scored_on_their_own_label_mix(
+def test_personal_score_uses_each_clients_own_label_mix(
     tmp_path: Path,
 ) -> None:
-    found = {}
+    runs = {}
     for algorithm in (FedAvg(), FedRep(), Ditto()):
-        skewed = dataclasses.replace(
+        config = dataclasses.replace(
             DIGITS, algorithm=algorithm, partition="label-skew", local_steps=30
         )
-        done = fedcog.run(skewed, tmp_path / type(algorithm).__name__, report=False)
-        line = done.lines[-1]
-        own = [one["own_accuracy"] for one in line["local"]]
-        assert line["personal_accuracy"] == pytest.approx(sum(own) / len(own)) == done.personal[-1]
-        found[type(algorithm).__name__] = done
-    assert all(done.personal[-1] > 0.8 > done.last for done in found.values())
-    assert found["Ditto"].last == found["Algorithm"].last  # the global model is FedAvg's
-    (group,) = fedcog.group([found["FedRep"]])
-    assert group.personal is not None and group.personal[0].mean == found["FedRep"].personal[-1]
+        run = fedcog.run(config, tmp_path / type(algorithm).__name__, report=False)
+        line = run.lines[-1]
+        scores = [client["own_accuracy"] for client in line["local"]]
+        mean = sum(scores) / len(scores)
+        assert line["personal_accuracy"] == pytest.approx(mean) == run.personal[-1]
+        runs[type(algorithm).__name__] = run
+    assert all(run.personal[-1] > 0.8 > run.last for run in runs.values())
+    assert runs["Ditto"].last == runs["Algorithm"].last  # the global model is FedAvg's
+    (group,) = fedcog.group([runs["FedRep"]])
+    assert group.personal is not None and group.personal[0].mean == runs["FedRep"].personal[-1]
 
 
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "fedcog"])
-def test_every_method_runs_bare_and_under_fedcog(name: str, tmp_path: Path) -> None:
+def test_every_algorithm_runs_and_resumes_under_fedcog(name: str, tmp_path: Path) -> None:
     settings = {
         "fedcog": {"count": 6, "steps": 2, "start_round": 1},
         "vhl": {"virtual": 40},
         "fedreg": {"count": 20},
     }
     algorithm = make_algorithm(f"{name}+fedcog", settings)
-    done = fedcog.run(
+    run = fedcog.run(
         dataclasses.replace(DIGITS, rounds=2, local_steps=3, algorithm=algorithm), tmp_path / "run"
     )
-    assert len(done.lines) == 2 and done.lines[-1]["loss"] > 0
-    trained = fedcog.load(tmp_path / "run")
-    assert all(value.isfinite().all() for value in trained.state_dict().values())
-    again = fedcog.run(
-        dataclasses.replace(done.experiment, rounds=3), tmp_path / "run", resume=True, report=False
+    assert len(run.lines) == 2 and run.lines[-1]["loss"] > 0
+    model = fedcog.load(tmp_path / "run")
+    assert all(value.isfinite().all() for value in model.state_dict().values())
+    resumed = fedcog.run(
+        dataclasses.replace(run.experiment, rounds=3), tmp_path / "run", resume=True, report=False
     )
-    straight = fedcog.run(
-        dataclasses.replace(done.experiment, rounds=3), tmp_path / "straight", report=False
+    uninterrupted = fedcog.run(
+        dataclasses.replace(run.experiment, rounds=3), tmp_path / "straight", report=False
     )
-    one, other = (
-        (tmp_path / place / "checkpoint.safetensors").read_bytes() for place in ("run", "straight")
-    )
-    assert one == other and again.last == straight.last
+    resumed_bytes = (tmp_path / "run/checkpoint.safetensors").read_bytes()
+    uninterrupted_bytes = (tmp_path / "straight/checkpoint.safetensors").read_bytes()
+    assert resumed_bytes == uninterrupted_bytes and resumed.last == uninterrupted.last
 
 
-def test_power_of_choice_takes_the_clients_that_do_worst(tmp_path: Path) -> None:
-    choice = dataclasses.replace(
+def test_power_of_choice_selects_clients_among_its_candidates(tmp_path: Path) -> None:
+    config = dataclasses.replace(
         DIGITS,
         selection="power-of-choice",
         participation=0.4,
@@ -107,45 +107,35 @@ def test_power_of_choice_takes_the_clients_that_do_worst(tmp_path: Path) -> None
         partition="dirichlet",
         clients=5,
     )
-    done = fedcog.run(choice, tmp_path / "run", report=False)
-    for line in done.lines:
-        assert (
-            len(line["clients"]) == 2
-            and len(line["candidates"]) == 4
-            and set(line["clients"]) < set(line["candidates"])
-        )
-    everyone = dataclasses.replace(choice, candidates=5, choice_loss="batch")
-    assert len(fedcog.run(everyone, tmp_path / "batch", report=False).lines) == 3
-    for wrong in (1, 6):
+    run = fedcog.run(config, tmp_path / "run", report=False)
+    for line in run.lines:
+        assert len(line["clients"]) == 2
+        assert len(line["candidates"]) == 4
+        assert set(line["clients"]) < set(line["candidates"])
+    all_candidates = dataclasses.replace(config, candidates=5, choice_loss="batch")
+    assert len(fedcog.run(all_candidates, tmp_path / "batch", report=False).lines) == 3
+    for num_candidates in (1, 6):
         with pytest.raises(ConfigError, match="candidates needs an integer from 2"):
             fedcog.run(
-                dataclasses.replace(choice, candidates=wrong), tmp_path / "wrong", report=False
+                dataclasses.replace(config, candidates=num_candidates),
+                tmp_path / "wrong",
+                report=False,
             )
 
 
-def test_power_of_choice_counts_clients_alike_unless_told(tmp_path: Path) -> None:
-    from fedcog.runs.setup import ExperimentSetup
+def test_power_of_choice_weights_clients_uniformly_by_default() -> None:
+    def client_weights(config: Experiment) -> set[float]:
+        return set(ExperimentSetup(config).simulator.weights.tolist())
 
-    choice = dataclasses.replace(
+    config = dataclasses.replace(
         DIGITS, selection="power-of-choice", participation=0.4, candidates=4
     )
-    assert set(ExperimentSetup(choice).simulator.weights.tolist()) == {1.0}
-    assert (
-        len(
-            set(
-                ExperimentSetup(
-                    dataclasses.replace(choice, weights="examples")
-                ).simulator.weights.tolist()
-            )
-        )
-        > 1
-    )
-    assert set(
-        ExperimentSetup(dataclasses.replace(DIGITS, weights="uniform")).simulator.weights.tolist()
-    ) == {1.0}
+    assert client_weights(config) == {1.0}
+    assert len(client_weights(dataclasses.replace(config, weights="examples"))) > 1
+    assert client_weights(dataclasses.replace(DIGITS, weights="uniform")) == {1.0}
 
 
-def test_a_network_without_a_head_is_refused_by_those_who_look_at_it(tmp_path: Path) -> None:
+def test_algorithms_that_use_features_refuse_networks_without_head(tmp_path: Path) -> None:
     class Headless(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -155,16 +145,16 @@ def test_a_network_without_a_head_is_refused_by_those_who_look_at_it(tmp_path: P
             return self.layer(x.flatten(1)).log_softmax(-1)  # type: ignore[no-any-return]
 
     for name, cls in ALGORITHMS.items():
-        experiment = dataclasses.replace(DIGITS, rounds=1, local_steps=1, algorithm=cls())
+        config = dataclasses.replace(DIGITS, rounds=1, local_steps=1, algorithm=cls())
         if cls.needs_features:
             with pytest.raises(ConfigError, match=f"{name} uses features"):
-                fedcog.run(experiment, tmp_path / name, model=Headless(), report=False)
+                fedcog.run(config, tmp_path / name, model=Headless(), report=False)
         elif name not in ("fedcog", "fedreg"):
-            fedcog.run(experiment, tmp_path / name, model=Headless(), report=False)
+            fedcog.run(config, tmp_path / name, model=Headless(), report=False)
 
 
 @pytest.mark.parametrize("name", ["residual", "layer-norm", "batch-norm"])
-def test_the_head_is_the_last_linear_layer(name: str) -> None:
+def test_head_is_the_last_linear_layer(name: str) -> None:
     module = USER_MODELS[name]().double()
     model = fedcog.Model(module, (1, 8, 8), 4).to(torch.device("cpu"), torch.float64)
     x = torch.randn(5, 1, 8, 8, dtype=torch.float64)
@@ -176,41 +166,37 @@ def test_the_head_is_the_last_linear_layer(name: str) -> None:
     assert model.features(weights, x).shape == (5, model.num_features)
 
 
-def test_the_page_of_algorithms_is_what_the_command_makes() -> None:
+def test_algorithm_docs_match_the_generated_catalog() -> None:
     assert (REPO / "docs/algorithms.md").read_text() == markdown(describe_algorithms())
 
 
-def test_the_catalog_is_measured() -> None:
-    found = {one.name: one for one in describe_algorithms()}
-    assert set(found) == set(ALGORITHMS)
-    assert {name for name, one in found.items() if not one.needs_only_sums} == {"fedgen"}
-    assert found["scaffold"].sends == pytest.approx(2, abs=1e-3) and found[
-        "scaffold"
-    ].receives == pytest.approx(2, abs=1e-3)
-    assert found["fedrep"].sends == pytest.approx(
-        1 - 850 / 62006, abs=1e-3
-    )  # all but the last layer
-    assert found["fedcog"].sends == 1 and found["moon"].keeps.keys() == {"previous"}
-    assert all(one.summary.endswith(".") and one.reference for one in found.values())
+def test_catalog_lists_measured_traffic_and_client_state() -> None:
+    entries = {entry.name: entry for entry in describe_algorithms()}
+    assert set(entries) == set(ALGORITHMS)
+    assert {name for name, entry in entries.items() if not entry.needs_only_sums} == {"fedgen"}
+    assert entries["scaffold"].sends == pytest.approx(2, abs=1e-3)
+    assert entries["scaffold"].receives == pytest.approx(2, abs=1e-3)
+    # FedRep keeps the last layer at the client: 850 of 62,006 parameters.
+    assert entries["fedrep"].sends == pytest.approx(1 - 850 / 62006, abs=1e-3)
+    assert entries["fedcog"].sends == 1 and entries["moon"].keeps.keys() == {"previous"}
+    assert all(entry.summary.endswith(".") and entry.reference for entry in entries.values())
 
 
 def test_algorithm_files_are_short() -> None:
-    """None over 60 lines of code but these, each for a reason."""
+    """At most 60 lines of code, except for these files, each with a reason."""
     reasons = {
-        "base": "every hook there is, each with its explanation",
-        "wrapper": "the same hooks once more, deferring",
-        "fedcog": "fifteen settings: every ablation of the paper is one",
-        "fedcog_variants": "seven variations of FedCOG, each a setting, kept together",
-        "generation": "the optimization of inputs, which several methods share",
-        "types": "what hooks receive and return, each field with its explanation",
-        "vhl": "two kinds of virtual data, two kinds of labels, and a contrast",
-        "fedgen": "half of it runs at the server, half at the client",
-        "fedreg": "two kinds of inputs are generated and two corrections applied",
-        "fedrep": "a personal part has to be taken out of and put into every exchange",
-        "heterofl": (
-            "a part of every model has to be cut out on the way down, and made up for on the way up"
-        ),
-        "ditto": "a second model has to be kept apart in every hook",
+        "base": "all hooks and their docstrings",
+        "wrapper": "all hooks again, delegating to the inner algorithm",
+        "fedcog": "fifteen settings, one for every ablation of the paper",
+        "fedcog_variants": "seven variants of FedCOG, one setting each",
+        "generation": "the optimization of inputs, shared by several algorithms",
+        "types": "the types that hooks receive and return, with a comment per field",
+        "vhl": "two kinds of virtual data, two kinds of labels, a contrastive loss",
+        "fedgen": "one half runs at the server, the other at the clients",
+        "fedreg": "two kinds of generated inputs and two corrections",
+        "fedrep": "splits and merges the personal part in every exchange",
+        "heterofl": "masks every broadcast and rescales every total",
+        "ditto": "every hook separates the second model",
     }
     for path in (REPO / "fedcog/algorithms").glob("*.py"):
         text = path.read_text()
@@ -223,10 +209,10 @@ def test_algorithm_files_are_short() -> None:
         numbered = enumerate(text.splitlines(), 1)
         lines = sum(bool(line.strip()) and number not in docs for number, line in numbered)
         assert lines <= 60 or path.stem in {*reasons, "__init__"}, f"{path.name} has {lines} lines"
-        assert path.stem not in reasons or lines > 60, f"{path.name} needs no excuse any more"
+        assert path.stem not in reasons or lines > 60, f"{path.name} is short: remove its reason"
 
 
-def test_readings_reach_the_record(tmp_path: Path) -> None:
+def test_server_readings_are_written_to_rounds_jsonl(tmp_path: Path) -> None:
     fedcog.run(
         dataclasses.replace(DIGITS, rounds=1, algorithm=FedExP()), tmp_path / "run", report=False
     )
@@ -234,27 +220,35 @@ def test_readings_reach_the_record(tmp_path: Path) -> None:
     assert isinstance(line["server_step"], float)
 
 
-def test_what_cannot_go_together_says_so_and_names_do_not_clash(tmp_path: Path) -> None:
-    fast = dataclasses.replace(DIGITS, rounds=1, local_steps=1)
+def test_incompatible_algorithms_and_networks_are_refused(tmp_path: Path) -> None:
+    config = dataclasses.replace(DIGITS, rounds=1, local_steps=1)
     for algorithm in (Ditto(FedRep()), fedcog.FedCOG(VHL(Ditto(FedRep())))):
         with pytest.raises(ModelError, match="at the clients: use one or the other"):
-            fedcog.run(dataclasses.replace(fast, algorithm=algorithm), tmp_path / "a", report=False)
+            fedcog.run(
+                dataclasses.replace(config, algorithm=algorithm), tmp_path / "a", report=False
+            )
     flat = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     with pytest.raises(ModelError, match="trains no other"):
         fedcog.run(
-            dataclasses.replace(fast, algorithm=FedRep()), tmp_path / "b", model=flat, report=False
+            dataclasses.replace(config, algorithm=FedRep()),
+            tmp_path / "b",
+            model=flat,
+            report=False,
         )
-    clash = nn.Sequential()
-    clash.add_module("flat", nn.Flatten())
-    clash.add_module("virtual", nn.Linear(64, 8))
-    clash.add_module("head", nn.Linear(8, 10))
+    # VHL calls its own part "virtual" too; the names must not clash.
+    network = nn.Sequential()
+    network.add_module("flat", nn.Flatten())
+    network.add_module("virtual", nn.Linear(64, 8))
+    network.add_module("head", nn.Linear(8, 10))
     fedcog.run(
-        dataclasses.replace(fast, algorithm=VHL()), tmp_path / "c", model=clash, report=False
+        dataclasses.replace(config, algorithm=VHL()), tmp_path / "c", model=network, report=False
     )
-    assert fedcog.load(tmp_path / "c", model=clash)
+    assert fedcog.load(tmp_path / "c", model=network)
     vectors = fedcog.from_arrays(
         torch.randn(30, 5), torch.arange(30) % 3, torch.randn(6, 5), torch.arange(6) % 3
     )
-    small = dataclasses.replace(fast, algorithm=VHL(source="style"), clients=2, partition="iid")
+    style_config = dataclasses.replace(
+        config, algorithm=VHL(source="style"), clients=2, partition="iid"
+    )
     with pytest.raises(ModelError, match="set it to noise"):
-        fedcog.run(small, tmp_path / "d", data=vectors, report=False)
+        fedcog.run(style_config, tmp_path / "d", data=vectors, report=False)

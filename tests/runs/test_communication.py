@@ -1,4 +1,4 @@
-"""The ledger: FedCOG sends what FedAvg sends, SCAFFOLD twice that."""
+"""Tests of recorded traffic: FedCOG sends as much as FedAvg, SCAFFOLD twice as much."""
 
 import re
 from pathlib import Path
@@ -20,21 +20,24 @@ SMALL = {
 }
 
 
-def test_what_each_method_sends_beside_fedavg(tmp_path: Path) -> None:
+def test_traffic_of_each_algorithm_relative_to_fedavg(tmp_path: Path) -> None:
     tables = {"fedcog": {"start_round": 0, "count": 4, "steps": 1}}
     names = ["fedavg", "fedcog", "scaffold", "scaffold+fedcog", "fedgen"]
-    settings = [Experiment(algorithm=make_algorithm(name, tables), **SMALL) for name in names]  # type: ignore[arg-type]
-    runs = fedcog.compare(settings, [0], tmp_path / "all")
-    sent = {
+    experiments = [
+        Experiment(algorithm=make_algorithm(name, tables), **SMALL)  # type: ignore[arg-type]
+        for name in names
+    ]
+    runs = fedcog.compare(experiments, [0], tmp_path / "all")
+    traffic = {
         name: (run.lines[-1]["local"][0]["up"], run.lines[-1]["local"][0]["down"])
         for name, run in zip(names, runs, strict=True)
     }
-    assert sent["fedcog"] == sent["fedavg"]
-    assert sent["scaffold"] == sent["scaffold+fedcog"]
-    assert sent["scaffold"][0] / sent["fedavg"][0] == pytest.approx(2, abs=0.01)
-    assert sent["scaffold"][1] == 2 * sent["fedavg"][1]
-    assert sent["fedavg"][0] < sent["fedgen"][0] < 2 * sent["fedavg"][0]
+    assert traffic["fedcog"] == traffic["fedavg"]
+    assert traffic["scaffold"] == traffic["scaffold+fedcog"]
+    assert traffic["scaffold"][0] / traffic["fedavg"][0] == pytest.approx(2, abs=0.01)
+    assert traffic["scaffold"][1] == 2 * traffic["fedavg"][1]
+    assert traffic["fedavg"][0] < traffic["fedgen"][0] < 2 * traffic["fedavg"][0]
     page = (tmp_path / "all" / "report.html").read_text()
     section = page.partition('id="traffic"')[2].partition("</section>")[0]
     assert re.findall(r"([\d.]+) x<", section)[:4] == ["1.00", "1.00", "2.00", "2.00"]
-    assert f"{sent['fedavg'][0]:,}" in section
+    assert f"{traffic['fedavg'][0]:,}" in section

@@ -1,4 +1,4 @@
-"""The same from Python: your own data, your own network, and the trained model back."""
+"""Tests of the Python API: user data, networks and algorithms, divergence, comparisons."""
 
 import dataclasses
 import importlib
@@ -13,8 +13,10 @@ from torch.utils.data import TensorDataset
 
 import fedcog
 from fedcog import Experiment, FedCOG, FedProx, Run, compare
+from fedcog.cli.main import main
 from fedcog.core import tree
 from fedcog.core.settings import ConfigError
+from fedcog.data import registry
 from fedcog.federation.backend import Diverged
 from fedcog.runs.records import summary
 from fedcog.runs.records.run_directory import RecordError, RunDirectory
@@ -26,33 +28,35 @@ TINY = Experiment(
 )
 
 
-def blobs(**keywords: Any) -> fedcog.Dataset:
-    """Three clouds of points in five dimensions: easy to tell apart."""
-    draw = np.random.default_rng(0)
+def blobs(**options: Any) -> fedcog.Dataset:
+    """Three well-separated clusters in five dimensions."""
+    rng = np.random.default_rng(0)
     y = np.arange(240) % 3
-    x = (draw.normal(size=(240, 5)) + 3 * np.eye(5)[y]).astype(np.float32)
-    return fedcog.from_arrays(x[:200], y[:200], x[200:], y[200:], **keywords)
+    x = (rng.normal(size=(240, 5)) + 3 * np.eye(5)[y]).astype(np.float32)
+    return fedcog.from_arrays(x[:200], y[:200], x[200:], y[200:], **options)
 
 
-def test_your_own_arrays_learn(tmp_path: Path) -> None:
-    done = fedcog.run(
+def test_user_arrays_train_to_high_accuracy(tmp_path: Path) -> None:
+    run = fedcog.run(
         dataclasses.replace(TINY, rounds=8, lr=0.05), tmp_path / "run", data=blobs(), report=False
     )
-    assert done.best > 0.9
-    assert done.experiment.dataset == "custom"
-    assert done == fedcog.read(tmp_path / "run")
+    assert run.best > 0.9
+    assert run.experiment.dataset == "custom"
+    assert run == fedcog.read(tmp_path / "run")
 
 
-def test_any_torch_dataset(tmp_path: Path) -> None:
+def test_torch_datasets_train_like_arrays(tmp_path: Path) -> None:
     data = blobs()
     train = TensorDataset(data.train_x, data.train_y)
     test = TensorDataset(data.test_x, data.test_y)
-    one = fedcog.run(TINY, tmp_path / "one", data=fedcog.from_torch(train, test), report=False)
-    other = fedcog.run(TINY, tmp_path / "other", data=data, report=False)
-    assert one.last == other.last
+    from_torch = fedcog.run(
+        TINY, tmp_path / "one", data=fedcog.from_torch(train, test), report=False
+    )
+    from_arrays = fedcog.run(TINY, tmp_path / "other", data=data, report=False)
+    assert from_torch.last == from_arrays.last
 
 
-def test_given_client_indices(tmp_path: Path) -> None:
+def test_user_indices_define_the_clients(tmp_path: Path) -> None:
     indices = [torch.arange(0, 50), torch.arange(50, 60), torch.arange(60, 200)]
     fedcog.run(TINY, tmp_path / "run", data=blobs(indices=indices), report=False)
     counts = RunDirectory(tmp_path / "run").tensors("federation.safetensors")[0]["counts"]
@@ -61,7 +65,7 @@ def test_given_client_indices(tmp_path: Path) -> None:
     assert (experiment.partition, experiment.clients) == ("given", 3)
 
 
-def test_users_are_clients(tmp_path: Path) -> None:
+def test_natural_partition_makes_each_user_a_client(tmp_path: Path) -> None:
     users = [f"user {number % 6}" for number in range(200)]
     natural = dataclasses.replace(TINY, partition="natural", clients=6)
     fedcog.run(natural, tmp_path / "run", data=blobs(users=users), report=False)
@@ -69,34 +73,34 @@ def test_users_are_clients(tmp_path: Path) -> None:
     assert sorted(counts.sum(1).tolist()) == [33, 33, 33, 33, 34, 34]
 
 
-def accuracy_elsewhere(model: nn.Module, data: fedcog.Dataset) -> float:
-    """As somebody without fedcog would measure it."""
+def plain_torch_accuracy(model: nn.Module, data: fedcog.Dataset) -> float:
+    """Accuracy on the test set, measured without fedcog."""
     x = data.test_x
     if not x.is_floating_point():
-        x = (x / 255 - torch.tensor(data.mean)[:, None, None]) / torch.tensor(data.std)[
-            :, None, None
-        ]
+        mean = torch.tensor(data.mean)[:, None, None]
+        std = torch.tensor(data.std)[:, None, None]
+        x = (x / 255 - mean) / std
     with torch.no_grad():
         return float((model(x).argmax(1) == data.test_y).double().mean())
 
 
-def test_the_trained_model_comes_back(tmp_path: Path) -> None:
-    done = fedcog.run(TINY, tmp_path / "run", report=False)
-    from fedcog.data import registry
-
+def test_load_returns_the_trained_model(tmp_path: Path) -> None:
+    run = fedcog.run(TINY, tmp_path / "run", report=False)
     model = fedcog.load(tmp_path / "run")
     assert not model.training
-    assert accuracy_elsewhere(model, registry.load("digits")) == pytest.approx(done.last, abs=1e-12)
+    assert plain_torch_accuracy(model, registry.load("digits")) == pytest.approx(
+        run.last, abs=1e-12
+    )
 
 
 @pytest.mark.parametrize("name", USER_MODELS)
-def test_your_own_network_trains_and_comes_back(name: str, tmp_path: Path) -> None:
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randint(0, 256, (100, 1, 8, 8), dtype=torch.uint8, generator=draw)
+def test_user_network_trains_and_loads(name: str, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 256, (100, 1, 8, 8), dtype=torch.uint8, generator=generator)
     data = fedcog.from_arrays(x[:80], torch.arange(80) % 4, x[80:], torch.arange(20) % 4)
-    cog = FedCOG(FedProx(), count=8, steps=2, start_round=1)
-    done = fedcog.run(
-        dataclasses.replace(TINY, algorithm=cog, rounds=3),
+    algorithm = FedCOG(FedProx(), count=8, steps=2, start_round=1)
+    run = fedcog.run(
+        dataclasses.replace(TINY, algorithm=algorithm, rounds=3),
         tmp_path / "run",
         data=data,
         model=USER_MODELS[name](),
@@ -107,10 +111,10 @@ def test_your_own_network_trains_and_comes_back(name: str, tmp_path: Path) -> No
     with pytest.raises(RecordError, match="not the one"):
         fedcog.load(tmp_path / "run", model=nn.Linear(64, 4))
     model = fedcog.load(tmp_path / "run", model=USER_MODELS[name]())
-    assert accuracy_elsewhere(model, data) == pytest.approx(done.last, abs=1e-12)
+    assert plain_torch_accuracy(model, data) == pytest.approx(run.last, abs=1e-12)
 
 
-def test_a_network_that_does_not_fit_is_refused_before_round_1(tmp_path: Path) -> None:
+def test_unsuitable_networks_are_refused_before_round_1(tmp_path: Path) -> None:
     with pytest.raises(fedcog.ModelError, match="does not take inputs"):
         fedcog.run(TINY, tmp_path / "run", data=blobs(), model=nn.Linear(6, 3), report=False)
     with pytest.raises(fedcog.ModelError, match="must be drawing random numbers"):
@@ -123,90 +127,93 @@ def test_a_network_that_does_not_fit_is_refused_before_round_1(tmp_path: Path) -
         )
 
 
-def test_validation_is_scored_beside_the_test_set(tmp_path: Path) -> None:
-    done = fedcog.run(dataclasses.replace(TINY, validation=0.2), tmp_path / "run", report=False)
-    line = done.lines[-1]
-    held_out = round(line["validation_accuracy"] * 288, 6)  # 4 clients x 72 of 360 or 361 examples
-    assert held_out == int(held_out)
+def test_validation_accuracy_counts_held_out_examples(tmp_path: Path) -> None:
+    run = fedcog.run(dataclasses.replace(TINY, validation=0.2), tmp_path / "run", report=False)
+    line = run.lines[-1]
+    num_correct = round(line["validation_accuracy"] * 288, 6)  # 4 clients, 72 examples each
+    assert num_correct == int(num_correct)
 
 
-def test_evaluation_is_as_often_as_asked(tmp_path: Path) -> None:
-    sparse = dataclasses.replace(TINY, rounds=5, evaluate_every=2, evaluate_local=False)
-    done = fedcog.run(sparse, tmp_path / "run", report=False)
-    assert [round for round, _ in done.scores] == [2, 4, 5]
-    assert "accuracy" not in done.lines[0]["local"][0]
+def test_evaluate_every_n_rounds(tmp_path: Path) -> None:
+    config = dataclasses.replace(TINY, rounds=5, evaluate_every=2, evaluate_local=False)
+    run = fedcog.run(config, tmp_path / "run", report=False)
+    assert [round for round, _ in run.scores] == [2, 4, 5]
+    assert "accuracy" not in run.lines[0]["local"][0]
 
 
-def test_the_seed_decides_everything_and_nothing_else_does(tmp_path: Path) -> None:
-    def lines(name: str, **changes: Any) -> list[Any]:
-        torch.manual_seed(len(name))
-        done = fedcog.run(dataclasses.replace(TINY, **changes), tmp_path / name, report=False)
+def test_results_depend_only_on_the_seed(tmp_path: Path) -> None:
+    def recorded_lines(name: str, **changes: Any) -> list[Any]:
+        torch.manual_seed(len(name))  # must not matter
+        run = fedcog.run(dataclasses.replace(TINY, **changes), tmp_path / name, report=False)
         return [
-            {key: value for key, value in line.items() if key != "seconds"} for line in done.lines
+            {key: value for key, value in line.items() if key != "seconds"} for line in run.lines
         ]
 
-    assert lines("one") == lines("another")
-    assert lines("one more", seed=1) != lines("yet another")
+    assert recorded_lines("one") == recorded_lines("another")
+    assert recorded_lines("one more", seed=1) != recorded_lines("yet another")
 
 
-def test_the_partition_may_have_a_seed_of_its_own(tmp_path: Path) -> None:
-    def counts(name: str, **changes: Any) -> torch.Tensor:
+def test_partition_seed_fixes_the_partition(tmp_path: Path) -> None:
+    def class_counts(name: str, **changes: Any) -> torch.Tensor:
         changes = {"partition": "dirichlet", "beta": 0.5} | changes
         fedcog.run(dataclasses.replace(TINY, **changes), tmp_path / name, report=False)
         return RunDirectory(tmp_path / name).tensors("federation.safetensors")[0]["counts"]
 
-    assert torch.equal(counts("a", seed=1, partition_seed=7), counts("b", seed=2, partition_seed=7))
-    assert not torch.equal(counts("c", seed=1), counts("d", seed=2))
+    assert torch.equal(
+        class_counts("a", seed=1, partition_seed=7), class_counts("b", seed=2, partition_seed=7)
+    )
+    assert not torch.equal(class_counts("c", seed=1), class_counts("d", seed=2))
 
 
 @pytest.mark.parametrize("mapping", ["loop", "vmap"])
 @pytest.mark.parametrize(
-    "change", [{"optimizer": "adam"}, {"local_epochs": 0.5}, {"grad_clip": 0.1}, {"lr_decay": 0.5}]
+    "changes", [{"optimizer": "adam"}, {"local_epochs": 0.5}, {"grad_clip": 0.1}, {"lr_decay": 0.5}]
 )
-def test_every_way_of_training_runs(mapping: str, change: dict[str, Any], tmp_path: Path) -> None:
-    done = fedcog.run(
-        dataclasses.replace(TINY, mapping=mapping, **change), tmp_path / "run", report=False
+def test_training_settings_run_with_loop_and_vmap(
+    mapping: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    run = fedcog.run(
+        dataclasses.replace(TINY, mapping=mapping, **changes), tmp_path / "run", report=False
     )
-    assert done.lines[-1]["loss"] > 0
+    assert run.lines[-1]["loss"] > 0
 
 
-def test_augmenting_what_is_no_image_is_refused(tmp_path: Path) -> None:
+def test_augmentation_of_vectors_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="only images"):
         fedcog.run(
             dataclasses.replace(TINY, augment="on"), tmp_path / "run", data=blobs(), report=False
         )
 
 
-def test_a_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_unavailable_device_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="device 'cuda:99' cannot be used here"):
         fedcog.run(dataclasses.replace(TINY, device="cuda:99"), tmp_path / "run", report=False)
 
 
-def test_compare_runs_all_and_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_compare_runs_all_and_resumes(tmp_path: Path) -> None:
     experiments = [TINY, dataclasses.replace(TINY, algorithm=FedProx())]
-    seen: list[Run] = compare(experiments, [0, 1], tmp_path / "all")
-    assert [run.path.relative_to(tmp_path / "all").as_posix() for run in seen] == [
+    runs: list[Run] = compare(experiments, [0, 1], tmp_path / "all")
+    assert [run.path.relative_to(tmp_path / "all").as_posix() for run in runs] == [
         "fedavg/seed-0",
         "fedavg/seed-1",
         "fedprox/seed-0",
         "fedprox/seed-1",
     ]
+    repeated = compare([*experiments, TINY], [0, 1, 1], tmp_path / "all")
+    assert len(repeated) == 4, "repeated experiments and seeds run once"
     lines: list[Any] = []
-    assert len(compare([*experiments, TINY], [0, 1, 1], tmp_path / "all")) == 4, (
-        "twice the same is once"
-    )
-    again = compare(
+    extended = compare(
         experiments,
         [0, 1, 2],
         tmp_path / "all",
         callbacks=lambda experiment, line: lines.append(line),
     )
-    assert len(again) == 6 and len(lines) == 4  # two rounds of the new seed for each algorithm
+    assert len(extended) == 6 and len(lines) == 4  # two new rounds per algorithm
     assert (tmp_path / "all" / "report.html").exists()
 
 
-class Masked(nn.Module):
-    """An infinite constant, a statistic that no state_dict holds, and a name with a slash."""
+class UnusualBuffers(nn.Module):
+    """A network with an infinite buffer, a non-persistent buffer, and a name with a slash."""
 
     mask: torch.Tensor
     seen: torch.Tensor
@@ -225,69 +232,79 @@ class Masked(nn.Module):
         return self.get_submodule("a/b")(x - self.seen) * scale  # type: ignore[no-any-return]
 
 
-def test_odd_buffers_and_names_survive(tmp_path: Path) -> None:
-    loop = dataclasses.replace(TINY, mapping="loop")
-    done = fedcog.run(loop, tmp_path / "run", data=blobs(), model=Masked(), report=False)
-    assert all(line["loss"] is not None for line in done.lines)
-    model = fedcog.load(tmp_path / "run", model=Masked())
+def test_unusual_buffers_and_names_are_saved_and_loaded(tmp_path: Path) -> None:
+    config = dataclasses.replace(TINY, mapping="loop")
+    run = fedcog.run(config, tmp_path / "run", data=blobs(), model=UnusualBuffers(), report=False)
+    assert all(line["loss"] is not None for line in run.lines)
+    model = fedcog.load(tmp_path / "run", model=UnusualBuffers())
     assert model.mask.tolist() == [0.0, -float("inf")]  # type: ignore[operator, union-attr]
     assert float(model.seen.abs().max()) > 0  # type: ignore[operator, union-attr, arg-type]
-    assert accuracy_elsewhere(model, blobs()) == pytest.approx(done.last, abs=1e-12)
-    longer = dataclasses.replace(loop, rounds=3)
-    fedcog.run(longer, tmp_path / "run", data=blobs(), model=Masked(), resume=True, report=False)
-    ends = []
-    for mapping in ("loop", "vmap"):  # buffers that forward writes in place are each client's own
-        torch.manual_seed(0)  # the network's first weights
-        one = dataclasses.replace(longer, mapping=mapping)
-        fedcog.run(one, tmp_path / mapping, data=blobs(), model=Masked(), report=False)
-        ends.append(fedcog.load(tmp_path / mapping, model=Masked()).state_dict())
-        ends[-1]["seen"] = fedcog.load(tmp_path / mapping, model=Masked()).seen
-    torch.testing.assert_close(ends[1], ends[0])
-    more = dataclasses.replace(TINY, rounds=4)
+    assert plain_torch_accuracy(model, blobs()) == pytest.approx(run.last, abs=1e-12)
+    longer = dataclasses.replace(config, rounds=3)
+    fedcog.run(
+        longer, tmp_path / "run", data=blobs(), model=UnusualBuffers(), resume=True, report=False
+    )
+    states = []
+    # Buffers that `forward` writes in place must stay separate per client.
+    for mapping in ("loop", "vmap"):
+        torch.manual_seed(0)  # for the network's initial weights
+        mapped = dataclasses.replace(longer, mapping=mapping)
+        fedcog.run(mapped, tmp_path / mapping, data=blobs(), model=UnusualBuffers(), report=False)
+        states.append(fedcog.load(tmp_path / mapping, model=UnusualBuffers()).state_dict())
+        states[-1]["seen"] = fedcog.load(tmp_path / mapping, model=UnusualBuffers()).seen
+    torch.testing.assert_close(states[1], states[0])
+    longest = dataclasses.replace(TINY, rounds=4)
     with pytest.raises(RecordError, match="of another network"):
         fedcog.run(
-            more, tmp_path / "run", data=blobs(), model=nn.Linear(5, 3), resume=True, report=False
+            longest,
+            tmp_path / "run",
+            data=blobs(),
+            model=nn.Linear(5, 3),
+            resume=True,
+            report=False,
         )
 
 
-def test_a_network_that_only_looks_the_same_is_another(
+def test_resume_refuses_a_network_with_other_source_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    nets = list[nn.Module]()
+    networks = list[nn.Module]()
     for name, sign in {"one_net": "", "other_net": "-"}.items():
         body = f"    def forward(self, x):\n        return {sign}super().forward(x)\n"
         code = f"class Net(nn.Linear):\n{body}"
         (tmp_path / f"{name}.py").write_text(f"from torch import nn\n\n\n{code}")
-        nets.append(importlib.import_module(name).Net(5, 3))
-    assert repr(nets[0]) == repr(nets[1])
-    fedcog.run(TINY, tmp_path / "run", data=blobs(), model=nets[0], report=False)
-    more = dataclasses.replace(TINY, rounds=TINY.rounds + 1)
+        networks.append(importlib.import_module(name).Net(5, 3))
+    assert repr(networks[0]) == repr(networks[1])
+    fedcog.run(TINY, tmp_path / "run", data=blobs(), model=networks[0], report=False)
+    longer = dataclasses.replace(TINY, rounds=TINY.rounds + 1)
     with pytest.raises(RecordError, match="of another network"):
-        fedcog.run(more, tmp_path / "run", data=blobs(), model=nets[1], resume=True, report=False)
-    fedcog.run(more, tmp_path / "run", data=blobs(), model=nets[0], resume=True, report=False)
+        fedcog.run(
+            longer, tmp_path / "run", data=blobs(), model=networks[1], resume=True, report=False
+        )
+    fedcog.run(longer, tmp_path / "run", data=blobs(), model=networks[0], resume=True, report=False)
 
 
-def test_the_callers_torch_settings_matter_not_and_are_kept(tmp_path: Path) -> None:
+def test_run_ignores_and_restores_torch_settings(tmp_path: Path) -> None:
     expected = fedcog.run(TINY, tmp_path / "plain", report=False).lines[-1]["loss"]
     try:
         torch.set_default_dtype(torch.float64)
         with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
-            done = fedcog.run(dataclasses.replace(TINY, threads=2), tmp_path / "odd", report=False)
+            run = fedcog.run(dataclasses.replace(TINY, threads=2), tmp_path / "odd", report=False)
         assert torch.get_default_dtype() == torch.float64 and torch.get_num_threads() == 1
     finally:
         torch.set_default_dtype(torch.float32)
-    assert done.lines[-1]["loss"] == pytest.approx(expected, rel=1e-5)
+    assert run.lines[-1]["loss"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_your_data_are_not_written_to(tmp_path: Path) -> None:
+def test_user_data_are_not_modified(tmp_path: Path) -> None:
     data = blobs()
     before = data.test_x.clone()
     fedcog.run(TINY, tmp_path / "run", data=data, report=False)
     assert torch.equal(before, data.test_x)
 
 
-def test_what_vmap_cannot_do_is_said(tmp_path: Path) -> None:
+def test_vmap_error_suggests_mapping_loop(tmp_path: Path) -> None:
     class Branching(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -307,8 +324,8 @@ def test_what_vmap_cannot_do_is_said(tmp_path: Path) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Lazy(fedcog.Algorithm):
-    """FedAvg that only goes part of the way."""
+class PartialStep(fedcog.Algorithm):
+    """FedAvg that applies only a fraction of the mean update."""
 
     share: float = 0.5
 
@@ -319,52 +336,52 @@ class Lazy(fedcog.Algorithm):
 
 
 @dataclasses.dataclass(frozen=True)
-class Patient(fedcog.Wrapper):
-    """Anything, with a setting."""
+class WrapperWithSetting(fedcog.Wrapper):
+    """A wrapper that adds a setting and no behavior."""
 
     patience: int = 3
 
 
-OWN = {
-    "own": Lazy(),
-    "inside": FedCOG(Lazy(0.25), count=6, steps=2, start_round=1),
-    "around": FedCOG(Patient(FedProx(mu=0.5), patience=7), count=6, steps=2, start_round=1),
-    "both": Patient(Lazy(0.75)),
+USER_ALGORITHMS = {
+    "own": PartialStep(),
+    "inside": FedCOG(PartialStep(0.25), count=6, steps=2, start_round=1),
+    "around": FedCOG(
+        WrapperWithSetting(FedProx(mu=0.5), patience=7), count=6, steps=2, start_round=1
+    ),
+    "both": WrapperWithSetting(PartialStep(0.75)),
 }
 
 
-@pytest.mark.parametrize("algorithm", OWN.values(), ids=OWN.keys())
-def test_your_own_algorithm_is_recorded_read_and_continued(
+@pytest.mark.parametrize("algorithm", USER_ALGORITHMS.values(), ids=USER_ALGORITHMS.keys())
+def test_user_algorithm_is_recorded_and_resumed(
     algorithm: fedcog.Algorithm, tmp_path: Path
 ) -> None:
     experiment = dataclasses.replace(TINY, algorithm=algorithm)
-    done = fedcog.run(experiment, tmp_path / "run")
+    run = fedcog.run(experiment, tmp_path / "run")
     assert (tmp_path / "run/report.html").exists()
-    again = fedcog.read(tmp_path / "run")
-    assert again.experiment.to_dict() == experiment.to_dict() and again.last == done.last
+    recorded = fedcog.read(tmp_path / "run")
+    assert recorded.experiment.to_dict() == experiment.to_dict() and recorded.last == run.last
     longer = fedcog.run(
         dataclasses.replace(experiment, rounds=3), tmp_path / "run", resume=True, report=False
     )
     assert len(longer.lines) == 3
     with pytest.raises(RecordError, match="algorithm="):
-        fedcog.load(tmp_path / "run")  # whose server_model is nobody's here
+        fedcog.load(tmp_path / "run")  # needs the algorithm's server_model
     fedcog.load(tmp_path / "run", algorithm=algorithm)
-    other = dataclasses.replace(TINY, algorithm=Lazy(0.1))
+    other = dataclasses.replace(TINY, algorithm=PartialStep(0.1))
     with pytest.raises(RecordError, match="another experiment"):
         fedcog.run(other, tmp_path / "run", resume=True, report=False)
-    from fedcog.cli.main import main
-
     assert main(["run", "--resume", str(tmp_path / "run")]) == 2
 
 
-STIFF = dataclasses.replace(
+DIVERGING = dataclasses.replace(
     TINY, algorithm=FedProx(mu=1000.0), lr=0.05, local_steps=6, rounds=9, checkpoint_every=9
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class Boom(fedcog.Algorithm):
-    """FedAvg whose server leaves the numbers in round 3."""
+class DivergesInRound3(fedcog.Algorithm):
+    """FedAvg whose server state becomes infinite in round 3."""
 
     def server_init(self, origin: Any) -> Any:
         return super().server_init(origin) | {"round": torch.zeros(())}
@@ -374,54 +391,52 @@ class Boom(fedcog.Algorithm):
         return super().server_update(server, total, draws) | {"round": round / (round < 3)}
 
 
-def test_a_server_that_diverges_leaves_the_clients_as_they_were(tmp_path: Path) -> None:
-    experiment = dataclasses.replace(TINY, algorithm=fedcog.Ditto(Boom()), rounds=5)
+def test_diverged_server_leaves_client_states_unchanged(tmp_path: Path) -> None:
+    experiment = dataclasses.replace(TINY, algorithm=fedcog.Ditto(DivergesInRound3()), rounds=5)
     with pytest.raises(Diverged, match="the server state is not finite"):
         fedcog.run(experiment, tmp_path / "run", report=False)
     fedcog.run(dataclasses.replace(experiment, rounds=2), tmp_path / "two", report=False)
-    one, other = (
-        (tmp_path / place / "checkpoint.safetensors").read_bytes() for place in ("run", "two")
-    )
-    assert one == other
+    expected = (tmp_path / "two/checkpoint.safetensors").read_bytes()
+    assert (tmp_path / "run/checkpoint.safetensors").read_bytes() == expected
 
 
-def test_a_personal_model_that_diverges_does_not_cost_the_client_its_place(tmp_path: Path) -> None:
-    stiff = dataclasses.replace(TINY, local_steps=9, lr=0.05, rounds=3, on_divergence="skip")
-    alone = fedcog.run(stiff, tmp_path / "fedavg", report=False)
-    both = dataclasses.replace(stiff, algorithm=fedcog.Ditto(lambda_pull=1e6))
-    done = fedcog.run(both, tmp_path / "ditto", report=False)
-    assert done.scores == alone.scores
-    assert all(line["forgot"] == [0, 1, 2, 3] and "skipped" not in line for line in done.lines)
-    assert not done.personal  # there is no model to score
+def test_diverged_personal_model_keeps_the_client_in_the_round(tmp_path: Path) -> None:
+    config = dataclasses.replace(TINY, local_steps=9, lr=0.05, rounds=3, on_divergence="skip")
+    fedavg = fedcog.run(config, tmp_path / "fedavg", report=False)
+    ditto_config = dataclasses.replace(config, algorithm=fedcog.Ditto(lambda_pull=1e6))
+    ditto = fedcog.run(ditto_config, tmp_path / "ditto", report=False)
+    assert ditto.scores == fedavg.scores
+    assert all(line["forgot"] == [0, 1, 2, 3] and "skipped" not in line for line in ditto.lines)
+    assert not ditto.personal, "no personal model is left to score"
 
 
-def test_diverged_runs_are_told_apart_in_tables(tmp_path: Path) -> None:
-    both = [dataclasses.replace(STIFF, rounds=4), dataclasses.replace(TINY, lr=1e6)]
+def test_tables_mark_diverged_runs(tmp_path: Path) -> None:
+    experiments = [dataclasses.replace(DIVERGING, rounds=4), dataclasses.replace(TINY, lr=1e6)]
     with pytest.warns(UserWarning, match="seed 0: training diverged"):
-        runs = compare(both, [0], tmp_path / "c")
+        runs = compare(experiments, [0], tmp_path / "c")
     assert all(run.diverged for run in runs)
     rows = summary.rows(runs)
     assert [row[-1] for row in rows] == [f"{len(runs[0].lines)}, 1 diverged", "0, 1 diverged"]
     assert rows[1][1] == "" and "diverged" in (tmp_path / "c/report.html").read_text()
 
 
-def test_scaffold_is_refused_where_steps_do_not_tell_gradients() -> None:
+def test_scaffold_refuses_adam() -> None:
     with pytest.raises(ConfigError, match="set --optimizer sgd"):
         Experiment(algorithm=fedcog.FedCOG(fedcog.SCAFFOLD()), optimizer="adam")
 
 
-def test_settings_that_could_not_be_recorded_are_refused() -> None:
-    class Careless(fedcog.Algorithm):
+def test_algorithms_that_cannot_be_recorded_are_refused() -> None:
+    class NoDataclass(fedcog.Algorithm):
         def __init__(self, share: float = 0.5) -> None:
             pass
 
     @dataclasses.dataclass(frozen=True)
-    class Odd(fedcog.Algorithm):
+    class TupleSetting(fedcog.Algorithm):
         shares: tuple[float, ...] = (0.5,)
 
     for algorithm, reason in (
-        (Careless(), "is not a dataclass"),
-        (Odd(), "shares is neither"),
+        (NoDataclass(), "is not a dataclass"),
+        (TupleSetting(), "shares is neither"),
         ("fedavg", "is not an Algorithm"),
     ):
         with pytest.raises(ConfigError, match=reason):
@@ -430,80 +445,75 @@ def test_settings_that_could_not_be_recorded_are_refused() -> None:
             Experiment(algorithm=FedCOG(algorithm))  # type: ignore[arg-type]
 
 
-def test_compare_tells_settings_of_one_algorithm_apart(tmp_path: Path) -> None:
-    one, other = (
+def test_compare_names_runs_by_the_settings_that_differ(tmp_path: Path) -> None:
+    experiments = [
         dataclasses.replace(TINY, rounds=1, algorithm=FedProx(mu=mu)) for mu in (0.1, 0.2)
-    )
-    runs = compare([one, other], [0], tmp_path / "c")
+    ]
+    runs = compare(experiments, [0], tmp_path / "c")
     assert [run.path.parent.name for run in runs] == [
         "fedprox_fedprox.mu_0.1",
         "fedprox_fedprox.mu_0.2",
     ]
-    assert [found.label for found in fedcog.group(runs)] == [
+    assert [group.label for group in fedcog.group(runs)] == [
         "fedprox (fedprox.mu 0.1)",
         "fedprox (fedprox.mu 0.2)",
     ]
 
 
-def test_short_words_for_long_things(tmp_path: Path) -> None:
+def test_repr_is_a_short_summary(tmp_path: Path) -> None:
     assert repr(blobs()) == "Dataset('custom', 200 + 40 examples of float32 [5], 3 classes)"
-    done = fedcog.run(TINY, tmp_path / "run", report=False)
-    assert repr(done).endswith(f"fedavg, 2 rounds, last {done.last:.4f}, best {done.best:.4f})")
+    run = fedcog.run(TINY, tmp_path / "run", report=False)
+    assert repr(run).endswith(f"fedavg, 2 rounds, last {run.last:.4f}, best {run.best:.4f})")
 
 
-def test_divergence_is_caught_in_its_round_and_leaves_the_last_good_checkpoint(
+def test_divergence_stops_the_round_and_keeps_the_last_checkpoint(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(
         Diverged,
         match=r"round \d: the updates? of clients? .* The likely cause is --fedprox.mu 1000",
     ):
-        fedcog.run(STIFF, tmp_path / "run", report=False)
+        fedcog.run(DIVERGING, tmp_path / "run", report=False)
     lines = fedcog.read(tmp_path / "run").lines
     checkpoint = RunDirectory(tmp_path / "run").load()
-    assert (
-        checkpoint is not None and 0 < checkpoint.round == len(lines) < 9
-    )  # though checkpoints were due every nine
+    # Divergence writes a checkpoint at once, although one is due only every nine rounds.
+    assert checkpoint is not None and 0 < checkpoint.round == len(lines) < 9
     assert all(value.isfinite().all() for value in tree.flatten(checkpoint.server).values())
     with pytest.raises(Diverged, match=f"round {len(lines) + 1}"):
-        fedcog.run(STIFF, tmp_path / "run", resume=True, report=False)
+        fedcog.run(DIVERGING, tmp_path / "run", resume=True, report=False)
 
 
-def test_a_rate_too_high_is_named(tmp_path: Path) -> None:
+def test_divergence_error_names_a_high_learning_rate(tmp_path: Path) -> None:
     with pytest.raises(
         Diverged, match=r"clients 0, 1, 2, 3 are not finite. The likely cause is --lr 1e\+06"
     ):
         fedcog.run(dataclasses.replace(TINY, lr=1e6), tmp_path / "run", report=False)
-    from fedcog.cli.main import main
-
-    words = "run --rounds 2 --local-steps 3 --clients 4 --min-examples 1 --lr 1e6 --quiet --out"
-    assert main([*words.split(), str(tmp_path / "again")]) == 1
+    arguments = "run --rounds 2 --local-steps 3 --clients 4 --min-examples 1 --lr 1e6 --quiet --out"
+    assert main([*arguments.split(), str(tmp_path / "again")]) == 1
 
 
-def test_a_diverging_client_can_be_left_out_of_its_round(tmp_path: Path) -> None:
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randn(60, 4, generator=draw)
+def test_on_divergence_skip_leaves_the_client_out_of_the_round(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 4, generator=generator)
     y = torch.arange(60) % 3
-    x[40:] *= 1e30  # the third client's
-    share = [torch.arange(start, start + 20) for start in (0, 20, 40)]
-    data = fedcog.from_arrays(x, y, x[:9], y[:9], classes=["a", "b", "c"], indices=share)
+    x[40:] *= 1e30  # the examples of client 2
+    indices = [torch.arange(start, start + 20) for start in (0, 20, 40)]
+    data = fedcog.from_arrays(x, y, x[:9], y[:9], classes=["a", "b", "c"], indices=indices)
     experiment = dataclasses.replace(
         TINY, model="mlp", rounds=2, algorithm=FedCOG(count=6, steps=2, start_round=1)
     )
     with pytest.raises(Diverged, match="client 2 is not finite"):
         fedcog.run(experiment, tmp_path / "stop", data=data, report=False)
-    skip = dataclasses.replace(experiment, on_divergence="skip")
-    done = fedcog.run(skip, tmp_path / "skip", data=data)
-    assert [line["skipped"] for line in done.lines] == [[2], [2]]
-    assert done.lines[-1]["clients"] == [0, 1, 2] and done.lines[-1]["loss"] > 0
+    skip_config = dataclasses.replace(experiment, on_divergence="skip")
+    run = fedcog.run(skip_config, tmp_path / "skip", data=data)
+    assert [line["skipped"] for line in run.lines] == [[2], [2]]
+    assert run.lines[-1]["clients"] == [0, 1, 2] and run.lines[-1]["loss"] > 0
     checkpoint = RunDirectory(tmp_path / "skip").load()
-    assert checkpoint is not None and checkpoint.client_ids == {
-        0,
-        1,
-    }  # it keeps nothing of a round it was left out of
+    # The skipped client keeps no state of these rounds.
+    assert checkpoint is not None and checkpoint.client_ids == {0, 1}
 
 
-def test_graphs_are_refused_without_a_gpu(tmp_path: Path) -> None:
+def test_mapping_graph_without_a_gpu_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="set --mapping auto"):
         fedcog.run(Experiment(rounds=1, mapping="graph", device="cpu"), tmp_path / "run")
 
@@ -518,7 +528,9 @@ def test_graphs_are_refused_without_a_gpu(tmp_path: Path) -> None:
         ({"local_steps": 3, "batch_size": 16, "mapping": "loop"}, "loop"),
     ],
 )
-def test_short_rounds_go_together_on_a_cpu(settings: dict[str, Any], mapping: str) -> None:
-    prepared = ExperimentSetup(Experiment(device="cpu", **settings))
-    assert prepared.simulator.cohort.config.mapping == mapping
-    assert prepared.simulator.cohort.config.num_threads == (1 if mapping == "vmap" else 0)
+def test_auto_mapping_on_a_cpu_uses_vmap_for_short_rounds(
+    settings: dict[str, Any], mapping: str
+) -> None:
+    setup = ExperimentSetup(Experiment(device="cpu", **settings))
+    assert setup.simulator.cohort.config.mapping == mapping
+    assert setup.simulator.cohort.config.num_threads == (1 if mapping == "vmap" else 0)

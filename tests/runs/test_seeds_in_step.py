@@ -1,6 +1,7 @@
-"""A comparison whose seeds run in step, as on a GPU: every run is what it would have been alone."""
+"""Tests of `compare` with stacked seeds, as on a GPU: every run equals the one alone."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,97 +24,96 @@ SMALL = {
     "threads": 1,
     "lr": 0.05,
 }
-METHODS = [FedAvg(), FedCOG(count=8, steps=3, start_round=1)]
+ALGORITHMS = [FedAvg(), FedCOG(count=8, steps=3, start_round=1)]
 NAMES = ["fedavg", "fedavg+fedcog"]
 SEEDS = [0, 1, 2]
 
 
 @pytest.fixture(autouse=True)
-def in_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def stacked_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparing, "stacks_seeds", lambda experiment: True)
 
 
 def experiments() -> list[Experiment]:
-    return [Experiment(algorithm=one, **SMALL) for one in METHODS]  # type: ignore[arg-type]
+    return [
+        Experiment(algorithm=algorithm, **SMALL)  # type: ignore[arg-type]
+        for algorithm in ALGORITHMS
+    ]
 
 
-def same(one: Run, other: Run, rel: float = 1e-4) -> None:
-    assert one.experiment == other.experiment and len(one.lines) == len(other.lines)
-    for mine, theirs in zip(one.lines, other.lines, strict=True):
-        assert mine["loss"] == pytest.approx(theirs["loss"], rel=rel)
-        assert mine["accuracy"] == pytest.approx(theirs["accuracy"], abs=0.02)
-        assert mine["clients"] == theirs["clients"]
+def assert_runs_agree(actual: Run, expected: Run, rel: float = 1e-4) -> None:
+    assert actual.experiment == expected.experiment and len(actual.lines) == len(expected.lines)
+    for actual_line, expected_line in zip(actual.lines, expected.lines, strict=True):
+        assert actual_line["loss"] == pytest.approx(expected_line["loss"], rel=rel)
+        assert actual_line["accuracy"] == pytest.approx(expected_line["accuracy"], abs=0.02)
+        assert actual_line["clients"] == expected_line["clients"]
 
 
-def test_seeds_in_step_are_the_runs_they_would_be_alone(tmp_path: Path) -> None:
-    calls = []
-    together = compare(
-        *(experiments(), SEEDS, tmp_path / "all"),
-        callbacks=lambda one, line: calls.append(
-            (line["round"], algorithm_name(one.algorithm), one.seed)
-        ),
-    )
+def test_stacked_seeds_equal_separate_runs(tmp_path: Path) -> None:
+    calls: list[tuple[int, str, int]] = []
+
+    def record_call(experiment: Experiment, line: dict[str, Any]) -> None:
+        calls.append((line["round"], algorithm_name(experiment.algorithm), experiment.seed))
+
+    runs = compare(experiments(), SEEDS, tmp_path / "all", callbacks=record_call)
     assert calls == [(round, name, seed) for name in NAMES for round in (1, 2, 3) for seed in SEEDS]
-    for number, one in enumerate(together):
-        same(one, run(one.experiment, tmp_path / f"alone-{number}"))
+    for number, stacked in enumerate(runs):
+        assert_runs_agree(stacked, run(stacked.experiment, tmp_path / f"alone-{number}"))
     assert (tmp_path / "all" / "report.html").exists()
 
 
-def test_stopped_and_started_again_they_go_on_in_step(tmp_path: Path) -> None:
-    count = []
+def test_stopped_stacked_seeds_resume(tmp_path: Path) -> None:
+    calls = []
 
-    def stopping() -> bool:
-        count.append(1)
-        return len(count) >= 4  # after the first seed's second round
+    def should_stop() -> bool:
+        calls.append(1)
+        return len(calls) >= 4  # after the first seed's second round
 
     with pytest.raises(Interrupted):
-        compare(experiments(), SEEDS, tmp_path / "all", should_stop=stopping)
+        compare(experiments(), SEEDS, tmp_path / "all", should_stop=should_stop)
     directories = [RunDirectory(tmp_path / "all" / "fedavg" / f"seed-{seed}") for seed in SEEDS]
-    assert [len(one.lines()) for one in directories] == [
-        2,
-        2,
-        2,
-    ]  # what had begun is finished and kept
-    assert [one.load().round for one in directories] == [2, 2, 2]  # type: ignore[union-attr]
-    for number, one in enumerate(compare(experiments(), SEEDS, tmp_path / "all")):
-        assert len(one.lines) == 3
-        same(one, run(one.experiment, tmp_path / f"alone-{number}"))
+    # The round in progress is finished and recorded for all seeds.
+    assert [len(directory.lines()) for directory in directories] == [2, 2, 2]
+    rounds = [directory.load().round for directory in directories]  # type: ignore[union-attr]
+    assert rounds == [2, 2, 2]
+    for number, resumed in enumerate(compare(experiments(), SEEDS, tmp_path / "all")):
+        assert len(resumed.lines) == 3
+        assert_runs_agree(resumed, run(resumed.experiment, tmp_path / f"alone-{number}"))
 
 
-def test_a_seed_that_diverges_ends_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_diverged_seed_does_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from fedcog.federation.backend import Diverged
     from fedcog.federation.server import Server
 
     finish_round = Server.finish_round
 
-    def failing(self, request, result):  # type: ignore[no-untyped-def]
+    def diverge_seed_1(self, request, result):  # type: ignore[no-untyped-def]
         if request.round == 1 and self.schedule.sampling.seed == 1:
             raise Diverged([2], request.round)
         return finish_round(self, request, result)
 
-    monkeypatch.setattr(Server, "finish_round", failing)
+    monkeypatch.setattr(Server, "finish_round", diverge_seed_1)
     with pytest.warns(UserWarning, match="seed 1: training diverged in round 2"):
         runs = compare(experiments()[:1], SEEDS, tmp_path / "all")
-    assert [len(one.lines) for one in runs] == [3, 1, 3]
+    assert [len(run.lines) for run in runs] == [3, 1, 3]
     assert runs[1].diverged and not runs[0].diverged
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", ["fedavg+fedcog", "scaffold"])
-def test_on_a_gpu_seeds_in_step_are_the_runs_they_would_be_alone(
+def test_stacked_seeds_equal_separate_runs_on_a_gpu(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(
-        cuda_graphs, "compile_step", lambda buffers: buffers.write_step
-    )  # captured all the same, and much sooner
+    # Steps are still captured as graphs, but not compiled, which saves time.
+    monkeypatch.setattr(cuda_graphs, "compile_step", lambda buffers: buffers.write_step)
     algorithm = make_algorithm(name, {"fedcog": {"count": 8, "steps": 3, "start_round": 1}})
-    chosen = SMALL | {"mapping": "auto", "device": "cuda", "local_steps": 40}
-    for number, one in enumerate(
-        compare([Experiment(algorithm=algorithm, **chosen)], [0, 1], tmp_path / "all")
-    ):  # type: ignore[arg-type]
-        alone = run(one.experiment, tmp_path / f"alone-{number}")
-        same(
-            one, alone, rel=1e-3
-        )  # in 120 steps rounding grows, and a cohort of another size may take another kernel
+    settings = SMALL | {"mapping": "auto", "device": "cuda", "local_steps": 40}
+    experiment = Experiment(algorithm=algorithm, **settings)  # type: ignore[arg-type]
+    for number, stacked in enumerate(compare([experiment], [0, 1], tmp_path / "all")):
+        separate = run(stacked.experiment, tmp_path / f"alone-{number}")
+        # Rounding errors grow over 120 steps, and other cohort sizes may use other kernels.
+        assert_runs_agree(stacked, separate, rel=1e-3)

@@ -1,4 +1,4 @@
-"""A run that goes on from where another ended: the same as if it had been one."""
+"""Tests of warm starts: a run that takes over the rounds of another."""
 
 import dataclasses
 from pathlib import Path
@@ -22,62 +22,71 @@ from fedcog.testing import max_difference
 
 SMALL: dict[str, Any] = {"rounds": 3, "local_steps": 4, "batch_size": 8, "clients": 4, "lr": 0.05}
 SMALL |= {"mapping": "loop", "threads": 1, "workers": 1}
-COG = FedCOG(count=8, steps=3, start_round=2, lr=0.1)
+FEDCOG = FedCOG(count=8, steps=3, start_round=2, lr=0.1)
 
 
 def experiment(algorithm: Algorithm, **changes: Any) -> Experiment:
     return Experiment(algorithm=algorithm, **SMALL | changes)
 
 
-def onward(one: Experiment, out: Path, after: Path) -> Run:
+def run_from(experiment: Experiment, out: Path, warm_start: Path) -> Run:
+    """Run `experiment` after the rounds of the run in `warm_start`."""
     with (
-        torch_settings(one),
-        Runner(one, out, options=RunOptions(resume=True), start_from=after) as runner,
+        torch_settings(experiment),
+        Runner(experiment, out, options=RunOptions(resume=True), start_from=warm_start) as runner,
     ):
-        (done,) = run_all([runner])
-    assert isinstance(done, Run)
-    return done
+        (result,) = run_all([runner])
+    assert isinstance(result, Run)
+    return result
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two rounds of FedAvg, FedCOG asleep around it."""
+def warm_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two rounds in which FedCOG is not active yet."""
     out = tmp_path_factory.mktemp("start")
     return run(experiment(FedCOG(start_round=2), rounds=2), out / "run", report=False).path
 
 
-@pytest.mark.parametrize("algorithm", [FedAvg(), COG, dataclasses.replace(COG, source="noise")])
-def test_going_on_is_as_if_it_had_been_one_run(
-    algorithm: Algorithm, start: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    "algorithm", [FedAvg(), FEDCOG, dataclasses.replace(FEDCOG, source="noise")]
+)
+def test_warm_started_run_equals_an_uninterrupted_one(
+    algorithm: Algorithm, warm_start: Path, tmp_path: Path
 ) -> None:
-    whole = run(experiment(algorithm), tmp_path / "whole", report=False)
-    parts = onward(experiment(algorithm), tmp_path / "parts", start)
-    assert [line["loss"] for line in parts.lines] == [line["loss"] for line in whole.lines]
-    assert [line["accuracy"] for line in parts.lines] == [line["accuracy"] for line in whole.lines]
-    files = [(one.path / "checkpoint.safetensors").read_bytes() for one in (whole, parts)]
-    assert files[0] == files[1]
-    assert RunDirectory(parts.path).provenance()["after"] == "fedavg+fedcog"
+    uninterrupted = run(experiment(algorithm), tmp_path / "whole", report=False)
+    warm_started = run_from(experiment(algorithm), tmp_path / "parts", warm_start)
+    for key in ("loss", "accuracy"):
+        expected_values = [line[key] for line in uninterrupted.lines]
+        assert [line[key] for line in warm_started.lines] == expected_values
+    expected = (uninterrupted.path / "checkpoint.safetensors").read_bytes()
+    assert (warm_started.path / "checkpoint.safetensors").read_bytes() == expected
+    assert RunDirectory(warm_started.path).provenance()["after"] == "fedavg+fedcog"
 
 
 @pytest.mark.parametrize(
     "algorithm",
     [FedProx(), MOON(), SCAFFOLD(), Varied(start_round=2, memory=0.5, average=0.5)],
 )
-def test_another_method_may_go_on(algorithm: Algorithm, start: Path, tmp_path: Path) -> None:
-    done = onward(experiment(algorithm, evaluate_local=False), tmp_path / "on", start)
-    before = RunDirectory(start).lines()
-    assert len(done.lines) == 3 and done.lines[:2] == before
-    begun = RunDirectory(start).load()
-    ended = RunDirectory(done.path).load()
-    assert begun is not None and ended is not None
-    for name, value in begun.server["params"].items():
-        assert 0 < float((ended.server["params"][name] - value).abs().max()) < 1
-    alone = run(experiment(algorithm), tmp_path / "alone", report=False)
-    assert done.lines[2]["loss"] != alone.lines[2]["loss"]  # which had two rounds of its own
+def test_another_algorithm_may_take_over_the_rounds(
+    algorithm: Algorithm, warm_start: Path, tmp_path: Path
+) -> None:
+    warm_started = run_from(
+        experiment(algorithm, evaluate_local=False), tmp_path / "on", warm_start
+    )
+    first_lines = RunDirectory(warm_start).lines()
+    assert len(warm_started.lines) == 3 and warm_started.lines[:2] == first_lines
+    first_checkpoint = RunDirectory(warm_start).load()
+    last_checkpoint = RunDirectory(warm_started.path).load()
+    assert first_checkpoint is not None and last_checkpoint is not None
+    for name, value in first_checkpoint.server["params"].items():
+        assert 0 < float((last_checkpoint.server["params"][name] - value).abs().max()) < 1
+    cold_started = run(experiment(algorithm), tmp_path / "alone", report=False)
+    # The cold run trained its first two rounds with this algorithm.
+    assert warm_started.lines[2]["loss"] != cold_started.lines[2]["loss"]
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changes", "reason"),
     [
         (
             {"algorithm": VHL(virtual=10)},
@@ -89,60 +98,47 @@ def test_another_method_may_go_on(algorithm: Algorithm, start: Path, tmp_path: P
         ({"beta": 0.5, "batch_size": 4}, "differs in batch_size, beta"),
     ],
 )
-def test_what_is_no_start_is_refused(
-    changed: dict[str, Any], words: str, start: Path, tmp_path: Path
+def test_warm_start_refuses_other_settings(
+    changes: dict[str, Any], reason: str, warm_start: Path, tmp_path: Path
 ) -> None:
-    one = dataclasses.replace(experiment(FedAvg()), **changed)
-    with pytest.raises(RecordError, match=words):
-        onward(one, tmp_path / "on", start)
+    config = dataclasses.replace(experiment(FedAvg()), **changes)
+    with pytest.raises(RecordError, match=reason):
+        run_from(config, tmp_path / "on", warm_start)
 
 
-def test_a_start_that_is_not_finished_is_refused(start: Path, tmp_path: Path) -> None:
-    (start / "checkpoint.safetensors").rename(start / "away")
+def test_warm_start_refuses_an_unfinished_run(warm_start: Path, tmp_path: Path) -> None:
+    (warm_start / "checkpoint.safetensors").rename(warm_start / "away")
     try:
         with pytest.raises(RecordError, match="not finished"):
-            onward(experiment(FedAvg()), tmp_path / "on", start)
+            run_from(experiment(FedAvg()), tmp_path / "on", warm_start)
     finally:
-        (start / "away").rename(start / "checkpoint.safetensors")
-    assert onward(
-        experiment(FedAvg()), tmp_path / "on", start
-    ).lines  # what was begun in vain is in nobody's way
+        (warm_start / "away").rename(warm_start / "checkpoint.safetensors")
+    # The failed attempt left nothing that blocks the next one.
+    assert run_from(experiment(FedAvg()), tmp_path / "on", warm_start).lines
 
 
-def disagreement(scene: FederationState, client: int) -> float:
-    """The length of the gradient of the disagreement term alone, at the noise that generation
-    begins with.
-    """
-    prepared = scene.prepared
-    previous = prepared.simulator.client_state(COG, scene.shared, client)["previous"]
-    noise = prepared.simulator.cohort.draws(COG, "client", 2, torch.tensor([client]))["noise"][0]
+def disagreement_gradient(federation: FederationState, client: int) -> float:
+    """Largest entry of the disagreement term's gradient at the initial noise of generation."""
+    setup = federation.prepared
+    previous = setup.simulator.client_state(FEDCOG, federation.shared, client)["previous"]
+    noise = setup.simulator.cohort.draws(FEDCOG, "client", 2, torch.tensor([client]))["noise"][0]
     labels = torch.zeros(len(noise), dtype=torch.int64)
-    models = generation.Models(prepared.task, prepared.model, scene.weights, previous)
-    with_it, without = (
-        generation.objective(
-            models, COG.generation_config._replace(disagreement=strength), len(noise)
-        )
-        for strength in (0.1, 0.0)
-    )
-    slopes = [
-        autograd_gradient(loss, {"x": noise}, {"y": labels})[0] for loss in (with_it, without)
-    ]
-    return max_difference(*slopes)
+    models = generation.Models(setup.task, setup.model, federation.weights, previous)
+    gradients = []
+    for weight in (0.1, 0.0):
+        config = FEDCOG.generation_config._replace(disagreement=weight)
+        loss = generation.objective(models, config, len(noise))
+        gradients.append(autograd_gradient(loss, {"x": noise}, {"y": labels})[0])
+    return max_difference(*gradients)
 
 
-def test_after_a_dormant_start_the_first_round_of_fedcog_disagrees(start: Path) -> None:
-    prepared = ExperimentSetup(experiment(COG))
-    checkpoint = RunDirectory(start).load()
+def test_first_fedcog_round_after_a_warm_start_has_disagreement(warm_start: Path) -> None:
+    setup = ExperimentSetup(experiment(FEDCOG))
+    checkpoint = RunDirectory(warm_start).load()
     assert checkpoint is not None
-    prepared.simulator.client_states.restore(checkpoint.clients)
-    assert all(
-        disagreement(FederationState(prepared, checkpoint.server, 2, None), client) > 1e-6
-        for client in range(4)
-    )
-    prepared.simulator.client_states.restore(
-        {}
-    )  # as after a start of bare FedAvg, whose clients keep nothing
-    assert all(
-        disagreement(FederationState(prepared, checkpoint.server, 2, None), client) == 0
-        for client in range(4)
-    )
+    setup.simulator.client_states.restore(checkpoint.clients)
+    federation = FederationState(setup, checkpoint.server, 2, None)
+    assert all(disagreement_gradient(federation, client) > 1e-6 for client in range(4))
+    # As after plain FedAvg, whose clients keep no state.
+    setup.simulator.client_states.restore({})
+    assert all(disagreement_gradient(federation, client) == 0 for client in range(4))

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from fedcog.algorithms import ALGORITHMS, Algorithm, RecordedAlgorithm, RecordedWrapper, Wrapper
+from fedcog.algorithms import ALGORITHMS, Algorithm, RecordedAlgorithm, RecordedWrapper
 from fedcog.core import settings
 from fedcog.core.settings import ConfigError
 
@@ -14,29 +14,12 @@ AlgorithmClasses = Mapping[str, type[Algorithm]]
 def named_layers(algorithm: Algorithm) -> list[tuple[str, Algorithm]]:
     """Return an algorithm and those inside it, outermost first, each with its name."""
     names = {cls: name for name, cls in ALGORITHMS.items()}
-    return [
-        (layer.name, layer)
-        if isinstance(layer, RecordedAlgorithm | RecordedWrapper)
-        else (names.get(type(layer), type(layer).__name__), layer)
-        for layer in algorithm.layers
-    ]
+    return [(names.get(type(layer), layer.class_name), layer) for layer in algorithm.layers]
 
 
 def algorithm_name(algorithm: Algorithm) -> str:
     """Return the name of a composed algorithm, innermost first, such as fedprox+fedcog."""
     return "+".join(reversed([name for name, _ in named_layers(algorithm)]))
-
-
-def layer_settings(layer: Algorithm) -> dict[str, Any]:
-    """Return the settings of one layer by name; an integer given for a float becomes a float."""
-    if isinstance(layer, RecordedAlgorithm | RecordedWrapper):
-        return dict(layer.recorded)
-    values = {}
-    for name, setting in settings.settings(type(layer)).items():
-        value = getattr(layer, name)
-        is_integer_for_float = setting.type is float and type(value) is int
-        values[name] = float(value) if is_integer_for_float else value
-    return values
 
 
 def make_algorithm(
@@ -75,9 +58,9 @@ def make_algorithm(
             continue
         values, problems = read_table(part, tables, known)
         faults += problems
-        if issubclass(cls, Wrapper):
-            algorithm = cls(inner=algorithm or Algorithm(), **values)
-        elif algorithm is None:
+        if cls.is_wrapper:
+            values["inner"] = algorithm or Algorithm()
+        if cls.is_wrapper or algorithm is None:
             algorithm = cls(**values)
         else:
             wrappers = [key for key, one in known.items() if one.is_wrapper]
@@ -105,10 +88,9 @@ def make_recorded_algorithm(values: Mapping[str, Any], known: AlgorithmClasses) 
         if part in known:
             layer_values, _ = read_table(part, values, known)
             cls = known[part]
-            if issubclass(cls, Wrapper):
-                algorithm = cls(inner=algorithm, **layer_values)
-            else:
-                algorithm = cls(**layer_values)
+            if cls.is_wrapper:
+                layer_values["inner"] = algorithm
+            algorithm = cls(**layer_values)
             continue
         table = values.get(part, {})
         recorded = tuple(table.items()) if isinstance(table, Mapping) else ()

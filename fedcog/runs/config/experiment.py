@@ -21,7 +21,6 @@ from fedcog.models.zoo import MODELS
 from fedcog.runs.config.composition import (
     AlgorithmClasses,
     algorithm_name,
-    layer_settings,
     make_algorithm,
     make_recorded_algorithm,
     named_layers,
@@ -257,7 +256,7 @@ class Experiment:
         values: dict[str, Any] = {"algorithm": algorithm_name(self.algorithm)}
         values |= self._own_values()
         for name, layer in named_layers(self.algorithm):
-            if table := layer_settings(layer):
+            if table := layer.setting_values:
                 values[name] = table
         return values
 
@@ -296,7 +295,7 @@ class Experiment:
                 continue
             for fault in settings.check_class(type(layer), ignored={"inner"}):
                 yield f"{name}: {fault}"
-            yield from settings.read(type(layer), layer_settings(layer), f"{name}.")[1]
+            yield from settings.read(type(layer), layer.setting_values, f"{name}.")[1]
 
     def _combination_faults(self) -> Iterator[str]:
         """Check settings that exclude each other."""

@@ -1,4 +1,4 @@
-"""A checkpoint: where a run stands."""
+"""The content of a checkpoint. `RunDirectory.save` writes it, `RunDirectory.load` reads it."""
 
 from typing import Any, NamedTuple
 

@@ -57,7 +57,7 @@ RUN_FILES = (
 NUM_LOCK_ATTEMPTS = 6
 LOCK_PAUSE_SECONDS = 0.05
 CHECKPOINT_PAUSE_FACTOR = 20
-"""After a large checkpoint, none is written for this many times as long as writing it took."""
+"""After a large checkpoint, the next one waits for this many times its writing time."""
 
 
 class RecordError(Exception):

@@ -11,7 +11,7 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -47,24 +47,39 @@ STATUS = "return document.getElementById('status').innerText"
 POINTS = "return [...document.querySelectorAll('#score path')].map(path => +path.dataset.points)"
 
 
-def request(
-    server: DashboardServer, target: str, method: str = "GET", **headers: str
-) -> http.client.HTTPResponse:
+class Answer(NamedTuple):
+    """A response with its body."""
+
+    status: int
+    headers: http.client.HTTPMessage
+    body: bytes
+
+
+def request(server: DashboardServer, target: str, method: str = "GET", **headers: str) -> Answer:
     host, port = server.url.removeprefix("http://").rstrip("/").split(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=20)
     connection.putrequest(method, target, skip_host="Host" in headers)
     for name, value in headers.items():
         connection.putheader(name.replace("_", "-"), value)
     connection.endheaders()
-    answer = connection.getresponse()
-    answer.body = answer.read()  # type: ignore[attr-defined]
+    response = connection.getresponse()
+    answer = Answer(response.status, response.headers, response.read())
     connection.close()
     return answer
 
 
 def run_list(server: DashboardServer) -> dict[str, Any]:
-    answer: dict[str, Any] = json.loads(request(server, "/runs.json").body)  # type: ignore[attr-defined]
+    answer: dict[str, Any] = json.loads(request(server, "/runs.json").body)
     return answer
+
+
+def wait_for_points(browser: Chrome, counts: list[int], what: str) -> None:
+    """Wait until the curves have this many points, in ascending order."""
+    wait_for(lambda: sorted(run_script(browser, POINTS)) == counts, what)
+
+
+def wait_for_images(browser: Chrome, title: str) -> None:
+    wait_for(lambda: title in run_script(browser, GENERATED_TITLE), f"images of {title}")
 
 
 @pytest.mark.parametrize("width", ["desktop", "phone"])
@@ -90,22 +105,14 @@ def test_page_follows_a_live_run_without_reload(
         thread = threading.Thread(target=train)
         thread.start()
         for round in (1, 2, 3, 4):
-            points = sorted([4, round])
-            wait_for(
-                lambda points=points: sorted(run_script(browser, POINTS)) == points,  # type: ignore[misc]
-                f"round {round}",
-            )
+            wait_for_points(browser, sorted([4, round]), f"round {round}")
             if round == 2:
                 rows = {row.split("\n")[0]: row for row in run_script(browser, ROWS)}
                 assert "running" in rows["live"] and "2 of 4" in rows["live"]
                 assert "finished" in rows["done"]
                 browser.find_elements("css selector", "#runs button")[1].click()
             if round > 1:
-                title = f"round {round}"
-                wait_for(
-                    lambda title=title: title in run_script(browser, GENERATED_TITLE),  # type: ignore[misc]
-                    f"images of {title}",
-                )
+                wait_for_images(browser, f"round {round}")
                 assert len(browser.find_elements("css selector", "#generated .sheet img")) >= round
             gate.release()
         thread.join(timeout=60)
@@ -142,7 +149,7 @@ def test_page_shows_empty_folder_new_and_removed_runs_and_dark_mode(
         )
         write_run(tmp_path / "a", 3, 9)
         write_run(tmp_path / "b", 2, 9)
-        wait_for(lambda: sorted(run_script(browser, POINTS)) == [2, 3], "new runs appear")
+        wait_for_points(browser, [2, 3], "new runs appear")
         shutil.rmtree(tmp_path / "a")
         wait_for(lambda: run_script(browser, POINTS) == [2], "the removed run disappears")
         assert run_script(browser, STATUS) == "1 stopped"
@@ -223,13 +230,13 @@ def test_server_is_read_only_and_answers_local_hosts_only(
         etag = request(server, "/runs.json").headers["ETag"]
         assert request(server, "/runs.json", If_None_Match=etag).status == 304
         head = request(server, "/", "HEAD")
-        assert head.status == 200 and head.body == b""  # type: ignore[attr-defined]
+        assert head.status == 200 and head.body == b""
         assert int(head.headers["Content-Length"]) > 500
         figure = request(server, f"/runs/{run}/partition.svg")
-        assert figure.headers["Content-Type"].startswith("image/svg") and b"<svg" in figure.body  # type: ignore[attr-defined]
+        assert figure.headers["Content-Type"].startswith("image/svg") and b"<svg" in figure.body
         odd_query = f"/runs/{run}/curves.json?first=-1&generation={'1' * 50}&first=x"
-        assert len(json.loads(request(server, odd_query).body)["loss"]) == 4  # type: ignore[attr-defined]
-        missing = json.loads(request(server, f"/runs/{run}/generated/77.json").body)  # type: ignore[attr-defined]
+        assert len(json.loads(request(server, odd_query).body)["loss"]) == 4
+        missing = json.loads(request(server, f"/runs/{run}/generated/77.json").body)
         assert missing == {"none": True}
     assert before == {file: file.stat().st_mtime_ns for file in finished_run.rglob("*")}
 
@@ -292,14 +299,14 @@ def test_rewound_run_starts_a_new_generation(tmp_path: Path) -> None:
         assert (before["done"], after["done"]) == (5, 3)
         assert after["generation"] > before["generation"]
         target = f"/runs/{before['id']}/curves.json?generation={before['generation']}&first=2"
-        curves = json.loads(request(server, target).body)  # type: ignore[attr-defined]
+        curves = json.loads(request(server, target).body)
         # The page's rounds are outdated, so the server sends all.
         assert curves["first"] == 0 and len(curves["loss"]) == 3
         target = f"/runs/{before['id']}/curves.json?generation={after['generation']}&first=2"
-        assert json.loads(request(server, target).body)["loss"] == [1 / 3]  # type: ignore[attr-defined]
+        assert json.loads(request(server, target).body)["loss"] == [1 / 3]
         shutil.rmtree(directory.path)
         assert run_list(server)["runs"] == []
-        assert json.loads(request(server, target).body) == {"gone": True}  # type: ignore[attr-defined]
+        assert json.loads(request(server, target).body) == {"gone": True}
 
 
 def test_run_state_is_read_from_its_record(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
+"""Tests of experiments: TOML, validation of settings, and identity."""
+
 import dataclasses
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from fedcog.core.toml import read_toml
 from fedcog.runs.config.composition import algorithm_name
 from fedcog.runs.config.experiment import Experiment, read_experiment
 
-RICH = Experiment(
+EXPERIMENT = Experiment(
     algorithm=FedCOG(FedProx(mu=0.3), count=7, source="noise"),
     dataset="cifar10",
     data_dir='a "quoted" \\ folder\n',
@@ -23,15 +26,15 @@ RICH = Experiment(
 )
 
 
-def faults(values: dict[str, Any]) -> list[str]:
+def config_faults(values: dict[str, Any]) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         read_experiment(values)
     return caught.value.faults
 
 
-def test_toml_and_back(tmp_path: Path) -> None:
-    (tmp_path / "one.toml").write_text(RICH.to_toml())
-    assert read_experiment(read_toml(tmp_path / "one.toml")) == RICH
+def test_experiment_survives_toml(tmp_path: Path) -> None:
+    (tmp_path / "one.toml").write_text(EXPERIMENT.to_toml())
+    assert read_experiment(read_toml(tmp_path / "one.toml")) == EXPERIMENT
 
 
 @settings(max_examples=50)
@@ -49,21 +52,19 @@ def test_any_settings_survive_toml(data: st.DataObject) -> None:
             changes[setting.name] = data.draw(st.text(st.characters(codec="utf-8")))
     try:
         experiment = dataclasses.replace(Experiment(), **changes)
-    except ConfigError:  # some exclude each other
+    except ConfigError:  # some settings exclude each other
         reject()
-    import tomllib
-
     assert read_experiment(tomllib.loads(experiment.to_toml())) == experiment
 
 
-def test_names_of_composed_algorithms() -> None:
-    assert algorithm_name(RICH.algorithm) == "fedprox+fedcog"
+def test_composed_algorithms_are_named_inner_first() -> None:
+    assert algorithm_name(EXPERIMENT.algorithm) == "fedprox+fedcog"
     assert make_algorithm("fedprox+fedcog", {"fedprox": {"mu": 0.3}}) == FedCOG(FedProx(mu=0.3))
     assert make_algorithm("fedcog") == FedCOG(FedAvg())
 
 
-def test_all_faults_at_once() -> None:
-    found = faults(
+def test_all_faults_are_reported_at_once() -> None:
+    faults = config_faults(
         {
             "clents": 3,
             "rounds": 0,
@@ -78,7 +79,7 @@ def test_all_faults_at_once() -> None:
             "fedcog": {"source": "magic"},
         }
     )
-    expected = [
+    messages = [
         "unknown setting 'clents': did you mean clients?",
         "rounds needs an integer >= 1, not 0.",
         "lr needs a number > 0, not 'fast'.",
@@ -91,9 +92,9 @@ def test_all_faults_at_once() -> None:
         "unknown data set 'cifar11': did you mean cifar10 or cifar100?",
         "unknown model 'gpt': choose one of auto, cnn, cnn3, small, mlp, resnet18, resnet18-gn.",
     ]
-    for text in expected:
-        assert any(text in fault for fault in found), text
-    assert len(found) == len(expected)
+    for message in messages:
+        assert any(message in fault for fault in faults), message
+    assert len(faults) == len(messages)
 
 
 @pytest.mark.parametrize(
@@ -114,31 +115,32 @@ def test_all_faults_at_once() -> None:
         ({"rounds": 2.0}, "rounds needs an integer"),
     ],
 )
-def test_each_fault_names_its_remedy(values: dict[str, Any], reason: str) -> None:
-    assert any(reason in fault for fault in faults(values))
+def test_invalid_settings_are_refused(values: dict[str, Any], reason: str) -> None:
+    assert any(reason in fault for fault in config_faults(values))
 
 
-def test_whole_numbers_are_numbers() -> None:
+def test_integers_are_accepted_as_floats() -> None:
     assert read_experiment({"lr": 1}).lr == 1.0
 
 
-def test_from_python_too() -> None:
+def test_experiment_constructor_validates_settings() -> None:
     with pytest.raises(ConfigError, match="clients needs an integer >= 1, not 0"):
         Experiment(clients=0)
     with pytest.raises(ConfigError, match=r"fedprox\.mu needs"):
         Experiment(algorithm=FedProx(mu=float("inf")))
 
 
-def test_identity_is_what_decides_the_results() -> None:
+def test_identity_changes_only_with_settings_that_affect_results() -> None:
     base = Experiment()
     assert base.identity == dataclasses.replace(base, rounds=3, device="cpu", data_dir="x").identity
     assert base.identity != dataclasses.replace(base, lr=0.02).identity
     assert base.identity != dataclasses.replace(base, algorithm=FedProx()).identity
-    one, two = (dataclasses.replace(base, algorithm=FedProx(mu=mu)) for mu in (0.1, 0.2))
-    assert one.identity != two.identity
+    weak = dataclasses.replace(base, algorithm=FedProx(mu=0.1))
+    strong = dataclasses.replace(base, algorithm=FedProx(mu=0.2))
+    assert weak.identity != strong.identity
 
 
-def test_every_setting_has_help_and_sane_defaults() -> None:
+def test_every_setting_has_help_and_defaults_are_valid() -> None:
     for setting in settings_of(Experiment).values():
         assert setting.help, setting.name
     Experiment()
@@ -148,7 +150,9 @@ def test_every_setting_has_help_and_sane_defaults() -> None:
     ("content", "reason"),
     [(b"lr = ", "is not a TOML file"), (b"\xff\xfe", "is not a TOML file"), (None, "cannot read")],
 )
-def test_files_that_are_not_toml(tmp_path: Path, content: bytes | None, reason: str) -> None:
+def test_unreadable_toml_files_are_errors(
+    tmp_path: Path, content: bytes | None, reason: str
+) -> None:
     if content is not None:
         (tmp_path / "x.toml").write_bytes(content)
     with pytest.raises(ConfigError, match=reason):

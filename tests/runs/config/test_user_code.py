@@ -1,4 +1,4 @@
-"""Algorithms of your own: from a file on the command line, and put to the contract."""
+"""Tests of user algorithms: loaded from files, and checked against the contract."""
 
 import dataclasses
 from pathlib import Path
@@ -15,14 +15,14 @@ from fedcog.core.tree import Params, State
 from fedcog.runs.config.user_code import resolve
 from fedcog.testing import check_algorithm
 
-MINE = """
+USER_CODE = """
 from dataclasses import dataclass
 from beside import HALF
 from fedcog import Algorithm, Wrapper
 
 @dataclass(frozen=True)
 class Mine(Algorithm):
-    "FedAvg that goes part of the way."
+    "FedAvg that applies only a fraction of the mean update."
     share: float = HALF
 
     def server_update(self, server, total, draws):
@@ -33,71 +33,47 @@ class Mine(Algorithm):
 class Around(Wrapper):
     patience: int = 3
 """
-FAST = {"rounds": 2, "local-steps": 2, "clients": 3, "batch-size": 8, "threads": 1}
-OPEN = (
+SETTINGS = {"rounds": 2, "local-steps": 2, "clients": 3, "batch-size": 8, "threads": 1}
+CLASS_HEADER = (
     "from dataclasses import dataclass\nfrom typing import Literal\nfrom fedcog import Algorithm\n"
     "@dataclass(frozen=True)\nclass Mine(Algorithm):\n"
 )
 TINY = [
     "run",
-    *(f"--{name}={value}" for name, value in FAST.items()),
+    *(f"--{name}={value}" for name, value in SETTINGS.items()),
     "--no-evaluate-local",
     "--plain",
 ]
 
 
 @pytest.fixture
-def mine(tmp_path: Path) -> Path:
+def user_file(tmp_path: Path) -> Path:
+    """A file with two algorithms that imports its neighbor, in a folder with an odd name."""
     (tmp_path / "a + b").mkdir()
     (tmp_path / "a + b/beside.py").write_text("HALF = 0.5")
-    (tmp_path / "a + b/mine.py").write_text(MINE)
+    (tmp_path / "a + b/mine.py").write_text(USER_CODE)
     return tmp_path / "a + b/mine.py"
 
 
-def test_a_file_is_run_composed_resumed_and_compared(
-    mine: Path, tmp_path: Path, capsys: Any
+def test_user_file_is_run_composed_resumed_and_compared(
+    user_file: Path, tmp_path: Path, capsys: Any
 ) -> None:
     out = str(tmp_path / "run")
-    name = f"{mine}:Mine+{mine}:Around+fedcog"
-    cog = ["--fedcog.count", "6", "--fedcog.steps", "2", "--start-round", "1"]
-    assert (
-        main(
-            [
-                *TINY,
-                "--algorithm",
-                name,
-                "--Mine.share",
-                "0.25",
-                "--Around.patience",
-                "4",
-                *cog,
-                "--out",
-                out,
-            ]
-        )
-        == 0
-    )
+    name = f"{user_file}:Mine+{user_file}:Around+fedcog"
+    arguments = ["--algorithm", name, "--Mine.share", "0.25", "--Around.patience", "4"]
+    arguments += ["--fedcog.count", "6", "--fedcog.steps", "2", "--start-round", "1"]
+    assert main([*TINY, *arguments, "--out", out]) == 0
     assert fedcog.read(out).experiment.to_dict()["algorithm"] == "Mine+Around+fedcog"
     assert fedcog.read(out).experiment.to_dict()["Mine"] == {"share": 0.25}
-    assert (
-        main(["run", "--resume", out, "--rounds", "3"]) == 2
-    )  # nothing that a record names is run
+    # A record must never decide which code runs.
+    assert main(["run", "--resume", out, "--rounds", "3"]) == 2
     assert "--algorithm FILE.py:Mine+FILE.py:Around+fedcog" in capsys.readouterr().err
     assert main(["run", "--resume", out, "--rounds", "3", f"--algorithm={name}"]) == 0
     assert len(fedcog.read(out).lines) == 3
-    compared = [
-        "compare",
-        *TINY[1:],
-        "--algorithms",
-        "fedavg",
-        f"{mine}:Mine",
-        "--seeds",
-        "0",
-        "--out",
-    ]
-    assert main([*compared, str(tmp_path / "both")]) == 0
+    arguments = ["--algorithms", "fedavg", f"{user_file}:Mine", "--seeds", "0"]
+    assert main(["compare", *TINY[1:], *arguments, "--out", str(tmp_path / "both")]) == 0
     assert (tmp_path / "both/Mine/seed-0/checkpoint.safetensors").exists()
-    assert main(["run", "--algorithm", f"{mine}:Mine", "--Mine.share", "much"]) == 2
+    assert main(["run", "--algorithm", f"{user_file}:Mine", "--Mine.share", "much"]) == 2
     assert "Mine.share needs a number" in capsys.readouterr().err
 
 
@@ -115,11 +91,11 @@ def test_a_file_is_run_composed_resumed_and_compared(
             "seed",
             "the name seed is taken",
         ),
-        (OPEN + "    mu: float", "Mine", "mu has no default"),
-        (OPEN + "    kind: Literal[1, 2] = 1", "Mine", "kind is neither"),
+        (CLASS_HEADER + "    mu: float", "Mine", "mu has no default"),
+        (CLASS_HEADER + "    kind: Literal[1, 2] = 1", "Mine", "kind is neither"),
     ],
 )
-def test_a_file_that_cannot_be_used_says_why(
+def test_unusable_files_are_refused_with_a_reason(
     content: str, name: str, reason: str, tmp_path: Path
 ) -> None:
     (tmp_path / "odd.py").write_text(content)
@@ -127,24 +103,24 @@ def test_a_file_that_cannot_be_used_says_why(
         resolve(f"{tmp_path / 'odd.py'}:{name}+fedcog")
 
 
-def test_a_settings_file_cannot_name_code(mine: Path, tmp_path: Path, capsys: Any) -> None:
-    (tmp_path / "x.toml").write_text(f'algorithm = "{mine}:Mine"\n')
+def test_settings_file_cannot_name_code(user_file: Path, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "x.toml").write_text(f'algorithm = "{user_file}:Mine"\n')
     assert main(["run", str(tmp_path / "x.toml")]) == 2
     assert "a settings file cannot name code to run" in capsys.readouterr().err
-    assert main(["run", "--algorithm", str(mine)]) == 2
+    assert main(["run", "--algorithm", str(user_file)]) == 2
     assert "name the class in the file too" in capsys.readouterr().err
     assert main(["run", "--algorithm", "nowhere.py:Mine"]) == 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Careless(Algorithm):
-    """FedAvg that breaks a rule of the contract."""
+class StatefulFedAvg(Algorithm):
+    """FedAvg with a client state; its subclasses each break a rule of the contract."""
 
     def client_init(self, shared: State) -> State:
         return {"seen": torch.zeros((), dtype=torch.float64)}
 
 
-class InPlace(Careless):
+class WritesInPlace(StatefulFedAvg):
     def client_update(
         self, params: Params, client: ClientContext, work: LocalWork
     ) -> tuple[State, State]:
@@ -153,25 +129,25 @@ class InPlace(Careless):
         return super().client_update(params, client, work)
 
 
-class Random(Careless):
+class DrawsRandomNumbers(StatefulFedAvg):
     def penalty(
         self, params: Params, outputs: State, batch: Batch, client: ClientContext
     ) -> torch.Tensor:
         return params["9.bias"].sum() * torch.rand((), dtype=torch.float64)
 
 
-class Peeks(Careless):
-    """Says that sums are enough, and sends something that must not be summed."""
+class SendsPerClientValues(StatefulFedAvg):
+    """Declares that sums are enough, but sends a value per client."""
 
     def client_update(
         self, params: Params, client: ClientContext, work: LocalWork
     ) -> tuple[State, State]:
-        own, payload = super().client_update(params, client, work)
-        return own, payload | {"per_client": {"loss": client.weight}}
+        state, payload = super().client_update(params, client, work)
+        return state, payload | {"per_client": {"loss": client.weight}}
 
 
-class Selfish(Careless):
-    """Takes the gradient of its own loss, whatever is around it."""
+class IgnoresOuterLoss(StatefulFedAvg):
+    """Takes the gradient of its own loss and ignores the loss of wrappers."""
 
     def local_grad(
         self, loss: Any, params: Params, batch: Batch, client: ClientContext
@@ -179,34 +155,34 @@ class Selfish(Careless):
         return client.step_gradient(lambda p, b: self.local_loss(p, b, client), params, batch)
 
 
-class Forgets(Careless):
-    """Grows a state that its start does not have."""
+class GrowsClientState(StatefulFedAvg):
+    """Adds a key to the client state that `client_init` does not have."""
 
     def client_update(
         self, params: Params, client: ClientContext, work: LocalWork
     ) -> tuple[State, State]:
-        own, payload = super().client_update(params, client, work)
-        return own | {"more": client.weight}, payload
+        state, payload = super().client_update(params, client, work)
+        return state | {"more": client.weight}, payload
 
 
 @pytest.mark.parametrize(
-    ("careless", "broken"),
+    ("algorithm", "violation"),
     [
-        (InPlace(), "nothing_is_written_in_place"),
-        (Random(), "loop_equals_vmap"),
-        (Peeks(), "payloads_add_up"),
-        (Selfish(), "active_fedcog_keeps_the_rule"),
-        (Forgets(), "the client state changes its form: more"),
+        (WritesInPlace(), "nothing_is_written_in_place"),
+        (DrawsRandomNumbers(), "loop_equals_vmap"),
+        (SendsPerClientValues(), "payloads_add_up"),
+        (IgnoresOuterLoss(), "active_fedcog_keeps_the_rule"),
+        (GrowsClientState(), "the client state changes its form: more"),
     ],
 )
-def test_the_contract_finds_what_is_wrong(careless: Algorithm, broken: str) -> None:
-    with pytest.raises(AssertionError, match=broken):
-        check_algorithm(careless)
+def test_contract_finds_violations(algorithm: Algorithm, violation: str) -> None:
+    with pytest.raises(AssertionError, match=violation):
+        check_algorithm(algorithm)
 
 
 @dataclasses.dataclass(frozen=True)
 class Each(Algorithm):
-    """Adds a number of every example, and not their mean."""
+    """Returns a penalty per example instead of their mean."""
 
     def penalty(
         self, params: Params, outputs: State, batch: Batch, client: ClientContext
@@ -217,20 +193,18 @@ class Each(Algorithm):
 
 
 @pytest.mark.parametrize("mapping", ["loop", "vmap"])
-def test_a_loss_of_many_numbers_is_refused_with_its_hooks_name(
-    tmp_path: Path, mapping: Any
-) -> None:
-    one = fedcog.Experiment(
+def test_loss_that_is_no_scalar_is_refused_by_hook_name(tmp_path: Path, mapping: Any) -> None:
+    config = fedcog.Experiment(
         Each(), rounds=1, local_steps=1, batch_size=8, clients=2, workers=1, mapping=mapping
     )
     with pytest.raises(
         fedcog.ModelError,
         match=r"Each\.penalty returned a tensor of shape \[8\], but the loss of a step is a single",
     ):
-        fedcog.run(one, tmp_path / "run")
+        fedcog.run(config, tmp_path / "run")
 
 
-def test_natural_mistakes_are_told_at_once() -> None:
+def test_common_mistakes_in_subclasses_are_refused() -> None:
     with pytest.raises(TypeError, match=r"penality is not a hook.*did you mean penalty"):
         type("M", (Algorithm,), {"penality": lambda self, params, outputs, batch, client: 0})
     with pytest.raises(
@@ -255,29 +229,29 @@ def test_natural_mistakes_are_told_at_once() -> None:
         check_algorithm(Wrong())
 
 
-def test_a_neutral_setting_that_is_not_neutral_is_found() -> None:
+def test_contract_finds_a_wrong_neutral_setting() -> None:
     with pytest.raises(AssertionError, match="neutral_equals_fedavg"):
         check_algorithm(fedcog.FedProx(mu=0.5), neutral=fedcog.FedProx(mu=0.1))
 
 
-def test_ours_keep_the_contract() -> None:
+def test_builtin_algorithms_keep_the_contract() -> None:
     check_algorithm(fedcog.FedProx(mu=0.5), neutral=fedcog.FedProx(mu=0.0))
     check_algorithm(FedCOG(fedcog.FedProx(mu=0.5), count=4, steps=1, start_round=1))
 
 
-def test_names_that_clash_numbers_that_are_whole_and_code_that_changed(
-    tmp_path: Path, capsys: Any
-) -> None:
-    for place in ("a", "b"):
-        (tmp_path / place).mkdir()
-        (tmp_path / place / "m.py").write_text(OPEN + "    µ: float = 1\n" + f"    x = '{place}'\n")
-    one, other = (f"{tmp_path / place / 'm.py'}:Mine" for place in ("a", "b"))
-    assert main(["compare", "--algorithms", one, other]) == 2
+def test_clashing_names_and_changed_code_are_refused(tmp_path: Path, capsys: Any) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "m.py").write_text(
+            CLASS_HEADER + "    µ: float = 1\n" + f"    x = '{folder}'\n"
+        )
+    first = f"{tmp_path}/a/m.py:Mine"
+    second = f"{tmp_path}/b/m.py:Mine"
+    assert main(["compare", "--algorithms", first, second]) == 2
     assert "two of your algorithms are called Mine" in capsys.readouterr().err
     out = str(tmp_path / "run")
-    assert main([*TINY, "--algorithm", one, "--out", out]) == 0
-    assert (
-        main(["run", "--resume", out, "--rounds", "3", "--algorithm", one]) == 0
-    )  # 1 is 1.0, and µ is a name
-    assert main(["run", "--resume", out, "--rounds", "4", "--algorithm", other]) == 2
+    assert main([*TINY, "--algorithm", first, "--out", out]) == 0
+    # The integer default of a float setting and its name µ must survive the record.
+    assert main(["run", "--resume", out, "--rounds", "3", "--algorithm", first]) == 0
+    assert main(["run", "--resume", out, "--rounds", "4", "--algorithm", second]) == 2
     assert "by other code of your own algorithm" in capsys.readouterr().err

@@ -1,6 +1,4 @@
-"""A run's model elsewhere: the same predictions in onnxruntime, in plain torch, and from fedcog's
-own --pretrained.
-"""
+"""Tests of exported models: equal predictions in onnxruntime, torch and new fedcog runs."""
 
 import json
 import sys
@@ -36,29 +34,30 @@ TINY: dict[str, Any] = {
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run on digits, in the current folder."""
+    """A run on digits, in the current folder, called run."""
     monkeypatch.chdir(tmp_path)
     fedcog.run(Experiment(**TINY, lr=0.1), "run", report=False)
     return Path("run")
 
 
-def outputs(path: str | Path, x: Tensor) -> Tensor:
-    """What onnxruntime makes of stored examples."""
+def onnx_outputs(path: str | Path, x: Tensor) -> Tensor:
+    """Outputs of onnxruntime for stored examples."""
     session = onnxruntime.InferenceSession(
         Path(path).read_bytes(), providers=["CPUExecutionProvider"]
     )
-    (given,) = session.get_inputs()
-    (logits,) = session.run(["logits"], {given.name: x.numpy()})
+    (model_input,) = session.get_inputs()
+    (logits,) = session.run(["logits"], {model_input.name: x.numpy()})
     return torch.from_numpy(logits)
 
 
-def inputs(data: fedcog.Dataset) -> Tensor:
-    """The test images as a network takes them, calculated here once more."""
-    mean, std = (torch.tensor(one).reshape(-1, 1, 1) for one in (data.mean, data.std))
+def network_inputs(data: fedcog.Dataset) -> Tensor:
+    """The test images as a network takes them, normalized independently of fedcog."""
+    mean = torch.tensor(data.mean).reshape(-1, 1, 1)
+    std = torch.tensor(data.std).reshape(-1, 1, 1)
     return (data.test_x / 255 - mean) / std
 
 
-def test_onnxruntime_predicts_from_bytes_what_torch_predicts(
+def test_onnxruntime_predicts_the_same_as_torch_from_bytes(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["export", "run", "--format", "onnx"]) == 0
@@ -66,45 +65,44 @@ def test_onnxruntime_predicts_from_bytes_what_torch_predicts(
     data = registry.load("digits")
     file = run / "model.onnx"
     with torch.no_grad():
-        wanted = fedcog.load(run)(inputs(data))
+        expected = fedcog.load(run)(network_inputs(data))
     for count in (1, 7, len(data.test_y)):
         torch.testing.assert_close(
-            outputs(file, data.test_x[:count]), wanted[:count], atol=1e-5, rtol=1e-5
+            onnx_outputs(file, data.test_x[:count]), expected[:count], atol=1e-5, rtol=1e-5
         )
-    accuracy = (outputs(file, data.test_x).argmax(1) == data.test_y).double().mean()
-    assert float(accuracy) == pytest.approx(fedcog.read(run).last), (
-        "and scores what the record says"
-    )
+    accuracy = (onnx_outputs(file, data.test_x).argmax(1) == data.test_y).double().mean()
+    assert float(accuracy) == pytest.approx(fedcog.read(run).last)
 
 
-def test_a_graph_tells_what_it_is_and_nothing_of_where_it_was_made(run: Path) -> None:
+def test_onnx_file_describes_the_model_and_contains_no_local_paths(run: Path) -> None:
     exported = fedcog.export(run, "sub/folder/m.onnx", "onnx")
     assert exported.path == Path("sub/folder/m.onnx")
     session = onnxruntime.InferenceSession(exported.path)
-    (given,) = session.get_inputs()
-    (made,) = session.get_outputs()
-    assert (given.name, given.type, given.shape[1:]) == ("images", "tensor(uint8)", [1, 8, 8])
-    assert (made.name, made.shape[1:]) == ("logits", [10])
+    (model_input,) = session.get_inputs()
+    (model_output,) = session.get_outputs()
+    assert (model_input.name, model_input.type, model_input.shape[1:]) == (
+        "images",
+        "tensor(uint8)",
+        [1, 8, 8],
+    )
+    assert (model_output.name, model_output.shape[1:]) == ("logits", [10])
     about = json.loads(session.get_modelmeta().custom_metadata_map["about"])
     assert about == exported.about
-    assert (
-        about["classes"] == list("0123456789")
-        and about["model"] == "small"
-        and not about["several"]
-    )
-    for place in (REPO, sys.prefix, Path(torch.__file__).parent, Path.home()):
-        assert str(place).encode() not in exported.path.read_bytes()
+    assert about["classes"] == list("0123456789")
+    assert about["model"] == "small" and not about["several"]
+    for path in (REPO, sys.prefix, Path(torch.__file__).parent, Path.home()):
+        assert str(path).encode() not in exported.path.read_bytes()
 
 
-def test_torch_loads_it_into_the_plain_network(run: Path) -> None:
+def test_torch_file_loads_into_the_network(run: Path) -> None:
     assert main(["export", "run", "--format", "torch", "--out", "m.pt", "--quiet"]) == 0
-    plain = build("small", (1, 8, 8), 10, seed=99).eval()
-    plain.load_state_dict(torch.load("m.pt", weights_only=True))
-    images = inputs(registry.load("digits"))
-    assert torch.equal(plain(images), fedcog.load(run)(images))
+    network = build("small", (1, 8, 8), 10, seed=99).eval()
+    network.load_state_dict(torch.load("m.pt", weights_only=True))
+    images = network_inputs(registry.load("digits"))
+    assert torch.equal(network(images), fedcog.load(run)(images))
 
 
-def test_safetensors_tell_what_they_are_and_begin_another_run(
+def test_safetensors_file_describes_the_model_and_starts_a_run(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["export", "run"]) == 0
@@ -115,46 +113,45 @@ def test_safetensors_tell_what_they_are_and_begin_another_run(
     assert about["input_shape"] == [1, 8, 8] and about["classes"] == list(data.classes)
     assert about["mean"] == list(data.mean) and about["std"] == list(data.std)
     assert about["dataset"] == "digits" and about["algorithm"] == "fedavg" and about["round"] == 2
-    trained = fedcog.load(run)
-    assert weights.keys() == trained.state_dict().keys()
+    model = fedcog.load(run)
+    assert weights.keys() == model.state_dict().keys()
     fedcog.run(
         Experiment(**TINY, lr=1e-9, pretrained="run/model.safetensors"), "again", report=False
     )
-    images = inputs(data)
-    torch.testing.assert_close(fedcog.load("again")(images), trained(images), atol=1e-5, rtol=1e-5)
+    images = network_inputs(data)
+    torch.testing.assert_close(fedcog.load("again")(images), model(images), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("algorithm", [FedExP(), FedRep()])
-def test_it_is_the_model_that_was_scored(
+def test_exported_model_is_the_one_that_was_scored(
     algorithm: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """FedExP's is not the one that is sent on; FedRep's clients have their own, too."""
-    done = fedcog.run(
+    """FedExP broadcasts another model than it scores; FedRep also has personal models."""
+    run = fedcog.run(
         Experiment(algorithm=algorithm, **TINY, lr=0.1), tmp_path / "run", report=False
     )
-    assert main(["export", str(done.path), "--format", "onnx"]) == 0
-    assert (
-        "trains personal models: this is the model that clients share" in capsys.readouterr().err
-    ) == algorithm.is_personalized
+    assert main(["export", str(run.path), "--format", "onnx"]) == 0
+    note = "trains personal models: this is the model that clients share"
+    assert (note in capsys.readouterr().err) == algorithm.is_personalized
     data = registry.load("digits")
-    right = outputs(done.path / "model.onnx", data.test_x).argmax(1) == data.test_y
-    assert float(right.double().mean()) == pytest.approx(done.last)
+    correct = onnx_outputs(run.path / "model.onnx", data.test_x).argmax(1) == data.test_y
+    assert float(correct.double().mean()) == pytest.approx(run.last)
 
 
-def test_several_labels(tmp_path: Path) -> None:
-    done = fedcog.run(
+def test_exported_multi_label_model_has_the_recorded_f1(tmp_path: Path) -> None:
+    run = fedcog.run(
         Experiment(dataset="digit-mosaics", **TINY, lr=0.1), tmp_path / "run", report=False
     )
-    exported = fedcog.export(done.path, format="onnx")
+    exported = fedcog.export(run.path, format="onnx")
     assert exported.about["several"]
     data = registry.load("digit-mosaics")
-    found = outputs(exported.path, data.test_x) > 0
-    right = 2 * (found & data.test_y).sum() / (found.sum() + data.test_y.sum())
-    assert float(right) == pytest.approx(done.last, abs=1e-6)
+    predicted = onnx_outputs(exported.path, data.test_x) > 0
+    f1 = 2 * (predicted & data.test_y).sum() / (predicted.sum() + data.test_y.sum())
+    assert float(f1) == pytest.approx(run.last, abs=1e-6)
 
 
-class Normed(nn.Module):
-    """A network of somebody's own, with running statistics, for eight numbers."""
+class BatchNormNetwork(nn.Module):
+    """A user's network with running statistics, for vectors of eight numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,66 +164,69 @@ class Normed(nn.Module):
 
 
 @pytest.mark.parametrize("precision", ["float32", "float64"])
-def test_numbers_go_in_as_they_are_and_a_network_of_ones_own_is_given(
+def test_vectors_are_not_normalized_and_user_networks_are_passed(
     precision: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    draw = np.random.default_rng(0)
-    x = draw.normal(size=(200, 8)).astype(np.float32) * 3 + 1
-    y = draw.integers(3, size=200)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(200, 8)).astype(np.float32) * 3 + 1
+    y = rng.integers(3, size=200)
     data = fedcog.from_arrays(x, y, x[:20], y[:20])
-    done = fedcog.run(
+    run = fedcog.run(
         Experiment(**TINY, precision=precision),
         tmp_path / "r",
         data=data,
-        model=Normed(),
+        model=BatchNormNetwork(),
         report=False,
     )
-    own = Normed()
-    before = own.head.weight.clone()
-    exported = fedcog.export(done.path, format="onnx", model=own)
-    assert torch.equal(own.head.weight, before), "the network that was given is left alone"
-    trained = fedcog.load(done.path, model=Normed()).float()
+    user_network = BatchNormNetwork()
+    before = user_network.head.weight.clone()
+    exported = fedcog.export(run.path, format="onnx", model=user_network)
+    assert torch.equal(user_network.head.weight, before), "the passed network is not modified"
+    model = fedcog.load(run.path, model=BatchNormNetwork()).float()
     torch.testing.assert_close(
-        outputs(exported.path, data.test_x), trained(data.test_x), atol=1e-5, rtol=1e-5
+        onnx_outputs(exported.path, data.test_x), model(data.test_x), atol=1e-5, rtol=1e-5
     )
     state = torch.load(
-        fedcog.export(done.path, format="torch", model=Normed()).path, weights_only=True
+        fedcog.export(run.path, format="torch", model=BatchNormNetwork()).path, weights_only=True
     )
-    assert (
-        state["norm.running_mean"].dtype == getattr(torch, precision)
-        and state["norm.running_mean"].abs().sum() > 0
-    )
-    assert main(["export", str(done.path)]) == 2
+    running_mean = state["norm.running_mean"]
+    assert running_mean.dtype == getattr(torch, precision) and running_mean.abs().sum() > 0
+    assert main(["export", str(run.path)]) == 2
     assert "trained your own network: pass it with" in capsys.readouterr().err
     with pytest.raises(RecordError, match="its parameters have other names"):
-        fedcog.export(done.path, model=nn.Linear(8, 3))
+        fedcog.export(run.path, model=nn.Linear(8, 3))
 
 
 @pytest.mark.parametrize("name", [name for name in (*MODELS, *USER_MODELS) if name != "small"])
-def test_every_network_becomes_a_graph(name: str, tmp_path: Path) -> None:
-    draw = np.random.default_rng(0)
-    own = USER_MODELS.get(name, lambda: None)
+def test_every_network_is_exported_to_onnx(name: str, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    make_network = USER_MODELS.get(name, lambda: None)
     shape = (3, 32, 32) if name in MODELS else (1, 8, 8)
-    x = draw.integers(256, size=(24, *shape), dtype=np.uint8)
-    y = draw.integers(4, size=24)
+    x = rng.integers(256, size=(24, *shape), dtype=np.uint8)
+    y = rng.integers(4, size=24)
     data = fedcog.from_arrays(x, y, x[:5], y[:5], classes="abcd")
-    tiny = TINY | {
+    settings = TINY | {
         "rounds": 1,
         "local_steps": 1,
         "clients": 1,
         "batch_size": 4,
         "evaluate_local": False,
     }
-    tiny |= {"model": name} if name in MODELS else {}
-    fedcog.run(Experiment(**tiny), tmp_path / "r", data=data, model=own(), report=False)
-    exported = fedcog.export(tmp_path / "r", format="onnx", model=own())
+    if name in MODELS:
+        settings["model"] = name
+    fedcog.run(
+        Experiment(**settings), tmp_path / "r", data=data, model=make_network(), report=False
+    )
+    exported = fedcog.export(tmp_path / "r", format="onnx", model=make_network())
     with torch.no_grad():
-        wanted = fedcog.load(tmp_path / "r", model=own())(inputs(data))
-    torch.testing.assert_close(outputs(exported.path, data.test_x), wanted, atol=1e-5, rtol=1e-5)
+        expected = fedcog.load(tmp_path / "r", model=make_network())(network_inputs(data))
+    torch.testing.assert_close(
+        onnx_outputs(exported.path, data.test_x), expected, atol=1e-5, rtol=1e-5
+    )
 
 
-class Stubborn(nn.Module):
-    """A network that asks its numbers which way to go: no graph can."""
+class DataDependentBranch(nn.Module):
+    """A network with a branch on its outputs, which ONNX cannot express."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,38 +237,45 @@ class Stubborn(nn.Module):
         return logits if float(logits.detach().sum()) > 1e9 else 2 * logits
 
 
-def test_what_is_no_graph_is_refused_with_the_reason(tmp_path: Path) -> None:
-    fedcog.run(Experiment(**TINY, mapping="loop"), tmp_path / "r", model=Stubborn(), report=False)
+def test_network_that_onnx_cannot_express_is_refused(tmp_path: Path) -> None:
+    fedcog.run(
+        Experiment(**TINY, mapping="loop"),
+        tmp_path / "r",
+        model=DataDependentBranch(),
+        report=False,
+    )
     with pytest.raises(ModelError, match=r"cannot be converted to ONNX: .+ Choose another format"):
-        fedcog.export(tmp_path / "r", format="onnx", model=Stubborn())
+        fedcog.export(tmp_path / "r", format="onnx", model=DataDependentBranch())
     assert not (tmp_path / "r" / "model.onnx").exists()
-    assert fedcog.export(tmp_path / "r", format="torch", model=Stubborn()).path.exists()
+    assert fedcog.export(tmp_path / "r", format="torch", model=DataDependentBranch()).path.exists()
 
 
-def test_an_algorithm_of_ones_own_is_named(
+def test_user_algorithm_must_be_named_for_export(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = f"{REPO / 'examples/my_method.py'}:Sparse"
+    algorithm = f"{REPO / 'examples/my_method.py'}:Sparse"
     out = str(tmp_path / "r")
-    words = "--rounds 1 --local-steps 2 --batch-size 8 --partition iid --threads 1 --quiet --out"
-    assert main(["run", "--algorithm", own, *words.split(), out]) == 0
+    arguments = (
+        "--rounds 1 --local-steps 2 --batch-size 8 --partition iid --threads 1 --quiet --out"
+    )
+    assert main(["run", "--algorithm", algorithm, *arguments.split(), out]) == 0
     assert main(["export", out]) == 2
     assert (
         "Sparse is your own algorithm: name its file, --algorithm FILE.py:Sparse"
         in capsys.readouterr().err
     )
-    assert main(["export", out, "--algorithm", own]) == 0
+    assert main(["export", out, "--algorithm", algorithm]) == 0
 
 
-def test_unfinished_and_without_a_checkpoint(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_of_unfinished_run_and_of_run_without_checkpoint(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     toml = run / "experiment.toml"
     toml.write_text(toml.read_text().replace("rounds = 2", "rounds = 9"))
     assert main(["export", "run"]) == 0
-    said = capsys.readouterr()
-    assert (
-        "after round 2 of 9" in said.out
-        and "the run is not finished: this is its model after round 2" in said.err
-    )
+    captured = capsys.readouterr()
+    assert "after round 2 of 9" in captured.out
+    assert "the run is not finished: this is its model after round 2" in captured.err
     (run / "checkpoint.safetensors").unlink()
     assert main(["export", "run"]) == 2
     assert "has no checkpoint yet" in capsys.readouterr().err
@@ -277,7 +284,7 @@ def test_unfinished_and_without_a_checkpoint(run: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     "file", ["checkpoint.safetensors", "federation.safetensors", "experiment.toml"]
 )
-def test_damaged(run: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_files_are_errors(run: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
     content = (run / file).read_bytes()
     (run / file).write_bytes(b"=" + content[: len(content) // 2])
     assert main(["export", "run"]) == 2
@@ -285,7 +292,7 @@ def test_damaged(run: Path, file: str, capsys: pytest.CaptureFixture[str]) -> No
     assert not (run / "model.safetensors").exists()
 
 
-def test_what_is_written_anew_by_going_on_is_told(
+def test_missing_federation_file_is_rewritten_on_resume(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run / "federation.safetensors").unlink()
@@ -294,7 +301,7 @@ def test_what_is_written_anew_by_going_on_is_told(
     assert main(["run", "--resume", "run", "--quiet"]) == 0 == main(["export", "run"])
 
 
-def test_a_checkpoint_of_a_network_nobody_knows(run: Path) -> None:
+def test_checkpoint_of_an_unknown_network_is_refused(run: Path) -> None:
     directory = RunDirectory(run)
     checkpoint = directory.load()
     assert checkpoint is not None
@@ -303,7 +310,7 @@ def test_a_checkpoint_of_a_network_nobody_knows(run: Path) -> None:
         fedcog.export(run)
 
 
-def test_older_records_do_not_tell_the_normalisation_until_resumed(
+def test_old_records_gain_the_normalization_on_resume(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = RunDirectory(run)
@@ -318,7 +325,9 @@ def test_older_records_do_not_tell_the_normalisation_until_resumed(
     assert main(["export", "run", "--format", "onnx"]) == 0
 
 
-def test_a_run_is_not_written_over(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_and_report_do_not_overwrite_files_of_a_run(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = {file: file.read_bytes() for file in run.iterdir()}
     for command in (
         ["export", "run", "--out"],
@@ -333,7 +342,7 @@ def test_a_run_is_not_written_over(run: Path, capsys: pytest.CaptureFixture[str]
     }
 
 
-def test_faults_say_what_to_do(
+def test_errors_say_what_to_do(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["export", "nowhere"]) == 2

@@ -77,9 +77,9 @@ def test_label_modes_choose_the_documented_targets() -> None:
         {"control": "lr"},
     ],
 )
-def test_option_changes_the_result(change: dict[str, object]) -> None:
+def test_option_changes_the_result(change: dict[str, Any]) -> None:
     default = ToyFederation(FEDCOG).run()[-1].server["params"]
-    changed = ToyFederation(dataclasses.replace(FEDCOG, **change)).run()[-1].server["params"]  # type: ignore[arg-type]
+    changed = ToyFederation(dataclasses.replace(FEDCOG, **change)).run()[-1].server["params"]
     assert max_difference(default, changed) > 1e-9
 
 

@@ -86,8 +86,8 @@ def test_fedavgm_momentum(variant: str, expected: list[float]) -> None:
         ("sgd", 0.0, [0.1, 0.05]),
     ],
 )
-def test_fedopt_server_optimizers(rule: str, beta1: float, expected: list[float]) -> None:
-    algorithm = FedAdam(rule=rule, lr=0.1, beta1=beta1, beta2=0.99, tau=1e-3)  # type: ignore[arg-type]
+def test_fedopt_server_optimizers(rule: Any, beta1: float, expected: list[float]) -> None:
+    algorithm = FedAdam(rule=rule, lr=0.1, beta1=beta1, beta2=0.99, tau=1e-3)
     server = server_state(algorithm)
     values = []
     for update in (1.0, -0.5):
@@ -278,9 +278,9 @@ def test_ditto_leaves_the_global_model_bit_equal() -> None:
 
 
 def test_fedsam_updates_buffers_once_and_ditto_keeps_its_own() -> None:
-    settings = {"module": USER_MODELS["batch-norm"](), "steps": 1, "rounds": 1}
-    fedavg = ToyFederation(FedAvg(), **settings).run()[-1].server["buffers"]  # type: ignore[arg-type]
-    fedsam = ToyFederation(FedSAM(), **settings).run()[-1].server["buffers"]  # type: ignore[arg-type]
+    settings: dict[str, Any] = {"module": USER_MODELS["batch-norm"](), "steps": 1, "rounds": 1}
+    fedavg = ToyFederation(FedAvg(), **settings).run()[-1].server["buffers"]
+    fedsam = ToyFederation(FedSAM(), **settings).run()[-1].server["buffers"]
     assert max_difference(fedavg, fedsam) == 0
     toy = ToyFederation(
         Ditto(lambda_pull=0.1), module=USER_MODELS["batch-norm"](), steps=4, rounds=1

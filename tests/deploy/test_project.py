@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,9 +52,10 @@ def test_server_certificate_verifies_and_node_keys_differ(tmp_path: Path) -> Non
     public_keys = []
     for number in range(2):
         folder = tmp_path / f"fed/nodes/node-{number}"
-        private_key = load_ssh_private_key((folder / "key").read_bytes(), None)
-        public_keys.append(load_ssh_public_key((folder / "key.pub").read_bytes()).public_numbers())  # type: ignore[union-attr]
-        assert private_key.public_key().public_numbers() == public_keys[-1]  # type: ignore[union-attr]
+        private_key: Any = load_ssh_private_key((folder / "key").read_bytes(), None)
+        public_key: Any = load_ssh_public_key((folder / "key.pub").read_bytes())
+        public_keys.append(public_key.public_numbers())
+        assert private_key.public_key().public_numbers() == public_keys[-1]
         assert (folder / "ca.crt").read_bytes() == (tmp_path / "fed/server/ca.crt").read_bytes()
     assert public_keys[0] != public_keys[1]
     for private_file in [

@@ -1,4 +1,4 @@
-"""What comes from outside: taken only in the form it must have."""
+"""Tests that answers from outside are accepted only in the expected form."""
 
 import pytest
 import torch
@@ -16,22 +16,22 @@ from fedcog.runs.config.composition import make_algorithm
 from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.setup import ExperimentSetup
 
-FORM: State = {
+TEMPLATE: State = {
     "delta": {"w": torch.empty(2, 3), "b": torch.empty(3)},
     "buffers": {},
     "weight": torch.empty(()),
 }
 
 
-def good() -> dict[str, Tensor]:
+def valid_payload() -> dict[str, Tensor]:
     return {"weight": torch.ones(()), "delta::b": torch.arange(3.0), "delta::w": torch.ones(2, 3)}
 
 
-def test_what_fits_takes_the_nesting_and_order_of_the_form() -> None:
-    found = match_template(FORM, good())
-    assert list(tree.flatten(found)) == list(tree.flatten(FORM))
-    assert found["buffers"] == {}
-    assert torch.equal(found["delta"]["b"], torch.arange(3.0))
+def test_matching_payload_gets_nesting_and_order_of_the_template() -> None:
+    nested = match_template(TEMPLATE, valid_payload())
+    assert list(tree.flatten(nested)) == list(tree.flatten(TEMPLATE))
+    assert nested["buffers"] == {}
+    assert torch.equal(nested["delta"]["b"], torch.arange(3.0))
 
 
 names = st.sampled_from(
@@ -42,32 +42,32 @@ dtypes = st.sampled_from([torch.float32, torch.float64, torch.int64, torch.bool,
 
 
 @given(st.dictionaries(names, st.tuples(shapes, dtypes), max_size=5))
-def test_whatever_comes_either_fits_or_is_refused_with_a_reason(
-    strange: dict[str, tuple[tuple[int, ...], torch.dtype]],
+def test_payload_matches_or_is_refused_with_a_reason(
+    changes: dict[str, tuple[tuple[int, ...], torch.dtype]],
 ) -> None:
-    flat = good() | {
-        name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in strange.items()
+    flat = valid_payload() | {
+        name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in changes.items()
     }
-    fits = flat.keys() == good().keys() and all(
+    fits = flat.keys() == valid_payload().keys() and all(
         flat[name].shape == value.shape and flat[name].dtype == value.dtype
-        for name, value in good().items()
+        for name, value in valid_payload().items()
     )
     if fits:
-        assert tree.flatten(match_template(FORM, flat)).keys() == good().keys()
+        assert tree.flatten(match_template(TEMPLATE, flat)).keys() == valid_payload().keys()
     else:
         with pytest.raises(InvalidPayload, match=r"'.*' is"):
-            match_template(FORM, flat)
+            match_template(TEMPLATE, flat)
 
 
 @pytest.mark.parametrize("name", ["weight", "delta::w"])
-def test_what_is_missing_is_named(name: str) -> None:
-    flat = good()
+def test_error_names_the_missing_tensor(name: str) -> None:
+    flat = valid_payload()
     del flat[name]
     with pytest.raises(InvalidPayload, match=f"'{name}' is missing"):
-        match_template(FORM, flat)
+        match_template(TEMPLATE, flat)
 
 
-def small(name: str) -> Experiment:
+def small_experiment(name: str) -> Experiment:
     settings = {
         "clients": 2,
         "local_steps": 1,
@@ -80,30 +80,33 @@ def small(name: str) -> Experiment:
 
 
 @pytest.mark.parametrize("name", [*ALGORITHMS, "scaffold+fedcog", "fedgen+vhl"])
-def test_what_an_answer_looks_like_is_known_before_it_comes(name: str) -> None:
-    wraps = issubclass(ALGORITHMS.get(name, Algorithm), Wrapper)
-    prepared = ExperimentSetup(small(f"fedavg+{name}" if wraps else name))
-    algorithm = prepared.experiment.algorithm
-    simulator = prepared.simulator
-    broadcast = algorithm.broadcast(prepared.server_state)
+def test_answer_template_matches_real_answers(name: str) -> None:
+    is_wrapper = issubclass(ALGORITHMS.get(name, Algorithm), Wrapper)
+    setup = ExperimentSetup(small_experiment(f"fedavg+{name}" if is_wrapper else name))
+    algorithm = setup.experiment.algorithm
+    simulator = setup.simulator
+    broadcast = algorithm.broadcast(setup.server_state)
     spec = RoundSpec(algorithm, broadcast, round=0, lr=0.01, evaluate_local=True)
-    done, _ = simulator.train_client(spec, 1, algorithm.client_init(broadcast))
+    result, _ = simulator.train_client(spec, 1, algorithm.client_init(broadcast))
     answer = {
-        "total": done.total,
-        "class_stats": done.class_stats,
-        "loss": done.loss,
-        "distance": done.distance,
+        "total": result.total,
+        "class_stats": result.class_stats,
+        "loss": result.loss,
+        "distance": result.distance,
     }
     flat = tree.flatten(answer)
-    form = simulator.answer_template(algorithm, broadcast)
-    assert tree.flatten(match_template(form, flat)).keys() == flat.keys()
-    if algorithm.uplink == "sum":  # then it can be masked, in two vectors' sum as in one
+    template = simulator.answer_template(algorithm, broadcast)
+    assert tree.flatten(match_template(template, flat)).keys() == flat.keys()
+    if algorithm.uplink == "sum":
+        # Secure aggregation decodes a sum of vectors, here of two equal ones.
         bounds = algorithm.payload_bounds
-        assert secure_aggregation.undeclared_parts(form["total"], bounds) == []
-        one = secure_aggregation.to_vector(done.total, done.loss[0], bounds, 1.0)
-        total, loss = secure_aggregation.from_vector(one + one, form["total"], bounds, 1.0)
-        assert loss == pytest.approx(2 * float(done.loss))
+        assert secure_aggregation.undeclared_parts(template["total"], bounds) == []
+        vector = secure_aggregation.to_vector(result.total, result.loss[0], bounds, 1.0)
+        total, loss = secure_aggregation.from_vector(
+            vector + vector, template["total"], bounds, 1.0
+        )
+        assert loss == pytest.approx(2 * float(result.loss))
         for key, value in tree.flatten(total).items():
             torch.testing.assert_close(
-                value, 2 * tree.flatten(done.total)[key], atol=1e-6, rtol=1e-5
+                value, 2 * tree.flatten(result.total)[key], atol=1e-6, rtol=1e-5
             )

@@ -1,4 +1,4 @@
-"""Recorded steps: what is traced of a round does what the round does; a GPU plays it back."""
+"""Tests of traced, compiled and recorded training steps, and of CUDA graphs on a GPU."""
 
 import dataclasses
 import shutil
@@ -32,8 +32,8 @@ from fedcog.testing import ToyFederation, max_difference, random_multi_label
 from tests.support.engine_doubles import TracedGraphCache
 from tests.support.user_models import USER_MODELS, user_generator
 
-COG = FedCOG(count=8, steps=3, start_round=1, lr=0.1)
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+FEDCOG = FedCOG(count=8, steps=3, start_round=1, lr=0.1)
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 CASES: dict[str, tuple[Algorithm, dict[str, Any]]] = {
@@ -42,23 +42,26 @@ CASES: dict[str, tuple[Algorithm, dict[str, Any]]] = {
     "batch norm": (FedAvg(), {"module": USER_MODELS["batch-norm"]()}),
     "adamw": (FedProx(mu=0.1), {"optimizer": Optimizer("adamw")}),
     "statistics": (
-        dataclasses.replace(COG, lambda_bn=0.5),
+        dataclasses.replace(FEDCOG, lambda_bn=0.5),
         {"module": USER_MODELS["batch-norm"]()},
     ),
     "generator": (
-        dataclasses.replace(COG, lambda_bn=0.5, generator="custom", noise=5),
+        dataclasses.replace(FEDCOG, lambda_bn=0.5, generator="custom", noise=5),
         {
             "module": USER_MODELS["batch-norm"](),
             "generator": generators.check_generator(user_generator(), 5, (1, 8, 8)),
         },
     ),
-    "clipped": (dataclasses.replace(COG, inner=MOON()), {"clip": 1.0}),
-    "several labels": (dataclasses.replace(COG, inner=MOON()), {"dataset": random_multi_label()}),
+    "clipped": (dataclasses.replace(FEDCOG, inner=MOON()), {"clip": 1.0}),
+    "several labels": (
+        dataclasses.replace(FEDCOG, inner=MOON()),
+        {"dataset": random_multi_label()},
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_traced_does_what_the_round_does(name: str) -> None:
+def test_traced_steps_equal_eager_steps(name: str) -> None:
     algorithm, settings = CASES[name]
     plain, traced = (ToyFederation(algorithm, "vmap", **settings) for _ in range(2))
     traced.simulator.cohort._repeat = TracedGraphCache().repeat
@@ -67,49 +70,48 @@ def test_what_is_traced_does_what_the_round_does(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_traced_writes_over_the_state_alone(name: str) -> None:
-    """A compiler assumes that nothing else is written in place, and does not check it."""
+def test_traced_steps_write_only_the_state_in_place(name: str) -> None:
+    """The compiler relies on this and does not check it."""
     algorithm, settings = CASES[name]
     toy = ToyFederation(algorithm, "vmap", rounds=1, **settings)
-    seen = list[torch.fx.GraphModule]()
+    graphs = list[torch.fx.GraphModule]()
 
     def repeat(
         step: cuda_graphs.Step, key: Hashable, state: State, fixed: State, num_steps: int
     ) -> State:
-        seen.append(cuda_graphs.StepBuffers(step, state, fixed).trace()[0])
+        graphs.append(cuda_graphs.StepBuffers(step, state, fixed).trace()[0])
         return cuda_graphs.repeat_eagerly(step, key, state, fixed, num_steps)
 
     toy.simulator.cohort._repeat = repeat
     toy.final_state()
-    for graph in seen:
-        writes = [node for node in graph.graph.nodes if getattr(node.target, "_schema", None)]
-        writes = [node for node in writes if node.target._schema.is_mutable]
+    for graph in graphs:
+        operators = [node for node in graph.graph.nodes if getattr(node.target, "_schema", None)]
+        writes = [node for node in operators if node.target._schema.is_mutable]
         assert writes and all(node.target is torch.ops.aten.copy_.default for node in writes)
         assert all(node.args[0].op == "placeholder" for node in writes)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler needs g++ on a CPU")
-def test_what_is_compiled_does_what_the_round_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several labels, whose loss torch differentiates in place."""
+def test_compiled_steps_equal_eager_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use multi-label data: torch computes the gradient of that loss in place."""
     if any(letter.isspace() for letter in sys.prefix):
         pytest.skip("torch's compiler passes include paths with a space to g++ unquoted")
-    # what this processor can do at once is found out by a dozen programs, and each operator takes
-    # g++ seconds
+    # Skip the search for vector instructions: it compiles a dozen programs, each for seconds.
     monkeypatch.setattr("torch._inductor.cpu_vec_isa.valid_vec_isa_list", list, raising=False)
     settings = {"dataset": random_multi_label(), "rounds": 2}
     plain, compiled = (
         ToyFederation(FedAvg(), "vmap", module=USER_MODELS["frozen"](), **settings)
         for _ in range(2)
     )
-    made: list[tuple[cuda_graphs.StepBuffers, Callable[..., object]]] = []
+    compiled_steps: list[tuple[cuda_graphs.StepBuffers, Callable[..., object]]] = []
 
     def repeat(
         step: cuda_graphs.Step, key: Hashable, state: State, fixed: State, num_steps: int
     ) -> State:
-        if not made:
+        if not compiled_steps:
             buffers = cuda_graphs.StepBuffers(step, state, fixed)
-            made.append((buffers, cuda_graphs.compile_step(buffers)))
-        buffers, run = made[0]
+            compiled_steps.append((buffers, cuda_graphs.compile_step(buffers)))
+        buffers, run = compiled_steps[0]
         buffers.fill(state, fixed)
         for _ in range(num_steps):
             run(*buffers.tensors)
@@ -120,7 +122,7 @@ def test_what_is_compiled_does_what_the_round_does(monkeypatch: pytest.MonkeyPat
         assert max_difference(plain.final_state(), compiled.final_state()) < 1e-12
 
 
-def test_a_step_is_laid_out_and_put_back() -> None:
+def test_step_buffers_run_reset_and_refill() -> None:
     def step(state: State, fixed: State) -> State:
         return {"sum": state["sum"] + fixed["part"]["one"], "step": state["step"] + 1}
 
@@ -143,8 +145,8 @@ def test_a_step_is_laid_out_and_put_back() -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Peeking(Algorithm):
-    """Looks at a number in the midst of a step, which no recording can."""
+class SynchronizingAlgorithm(Algorithm):
+    """Reads a number from the device within a step, which a CUDA graph cannot record."""
 
     def penalty(
         self, params: Params, outputs: State, batch: Batch, client: ClientContext
@@ -153,106 +155,94 @@ class Peeking(Algorithm):
 
 
 @pytest.mark.gpu
-@GPU
+@needs_gpu
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_a_gpu_plays_back_what_a_cpu_computes(name: str, fuse: bool) -> None:
+def test_gpu_graphs_agree_with_cpu(name: str, fuse: bool) -> None:
     algorithm, settings = CASES[name]
-    here = ToyFederation(algorithm, **settings)
-    there = ToyFederation(algorithm, "graph", device="cuda", **settings)
-    there.simulator.cohort._repeat = cuda_graphs.GraphCache(fuse).repeat
+    on_cpu = ToyFederation(algorithm, **settings)
+    on_gpu = ToyFederation(algorithm, "graph", device="cuda", **settings)
+    on_gpu.simulator.cohort._repeat = cuda_graphs.GraphCache(fuse).repeat
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        there_is = there.final_state()
-    assert (
-        max_difference(here.final_state(), {name: value.cpu() for name, value in there_is.items()})
-        < 1e-5
-    )
+        gpu_state = {name: value.cpu() for name, value in on_gpu.final_state().items()}
+    assert max_difference(on_cpu.final_state(), gpu_state) < 1e-5
 
 
 @pytest.mark.gpu
-@GPU
-def test_what_cannot_be_recorded_runs_all_the_same_and_says_why() -> None:
+@needs_gpu
+def test_step_that_cannot_be_recorded_runs_eagerly_with_a_warning() -> None:
+    algorithm = SynchronizingAlgorithm()
     with pytest.warns(UserWarning, match="step by step"):
-        there = ToyFederation(Peeking(), "graph", device="cuda").final_state()
-    assert (
-        max_difference(
-            ToyFederation(Peeking()).final_state(),
-            {name: value.cpu() for name, value in there.items()},
-        )
-        < 1e-6
-    )
+        final_state = ToyFederation(algorithm, "graph", device="cuda").final_state()
+    gpu_state = {name: value.cpu() for name, value in final_state.items()}
+    assert max_difference(ToyFederation(algorithm).final_state(), gpu_state) < 1e-6
 
 
 @pytest.mark.gpu
-@GPU
+@needs_gpu
 @pytest.mark.parametrize("limit", [1, 2])
-def test_parts_of_a_cohort_come_to_the_whole(limit: int) -> None:
-    whole, parts = (ToyFederation(COG, "graph", device="cuda") for _ in range(2))
-    parts.simulator.cohort.max_clients = limit
-    assert max_difference(whole.final_state(), parts.final_state()) < 1e-9
+def test_chunked_cohort_equals_full_cohort(limit: int) -> None:
+    full, chunked = (ToyFederation(FEDCOG, "graph", device="cuda") for _ in range(2))
+    chunked.simulator.cohort.max_clients = limit
+    assert max_difference(full.final_state(), chunked.final_state()) < 1e-9
 
 
 @pytest.mark.gpu
-@GPU
-def test_recordings_share_the_memory_they_play_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one needs while it plays is nobody's afterwards: two large steps take the room of one,
-    in any order.
-    """
+@needs_gpu
+def test_graphs_share_one_memory_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two large steps need the temporary memory of one, in any order of replay."""
 
     def step(state: State, fixed: State) -> State:
-        wide = state["x"][:, None] * fixed["y"]  # 64 MiB and more, on the way to 16 KiB
+        wide = state["x"][:, None] * fixed["y"]  # over 64 MiB of temporary memory
         return {"x": (wide.sin().cumsum(1) * wide.cos()).sum(1) / fixed["y"].numel()}
 
-    given = [
+    inputs = [
         ({"x": torch.rand(4096, device="cuda")}, {"y": torch.rand(width, device="cuda")})
         for width in (4096, 4095)
     ]
-    monkeypatch.setattr(
-        cuda_graphs, "_pools", WeakValueDictionary()
-    )  # no other test's recordings lie in it
+    # A new pool, without the graphs of other tests.
+    monkeypatch.setattr(cuda_graphs, "_pools", WeakValueDictionary())
 
-    def taken() -> int:
+    def pool_bytes() -> int:
         torch.cuda.empty_cache()
-        found = [
-            one
-            for one in torch.cuda.memory_snapshot()
-            if tuple(one["segment_pool_id"]) == pool.handle
-        ]
-        return sum(int(one["total_size"]) for one in found)
+        return sum(
+            int(segment["total_size"])
+            for segment in torch.cuda.memory_snapshot()
+            if tuple(segment["segment_pool_id"]) == pool.handle
+        )
 
-    both = [cuda_graphs.GraphCache(fuse=False) for _ in given]
+    caches = [cuda_graphs.GraphCache(fuse=False) for _ in inputs]
     pool = cuda_graphs.MemoryPool.current()
     sizes = list[int]()
-    for one, (state, fixed) in zip(both, given, strict=True):
-        one.repeat(step, "", state, fixed, 3)
-        sizes.append(taken())
+    for cache, (state, fixed) in zip(caches, inputs, strict=True):
+        cache.repeat(step, "", state, fixed, 3)
+        sizes.append(pool_bytes())
     assert 2**26 < sizes[0] == sizes[1]
-    for turn in (0, 1, 0, 0, 1):
-        state, fixed = given[turn]
-        played = both[turn].repeat(step, "", state, fixed, 17)["x"]
-        assert torch.equal(played, cuda_graphs.repeat_eagerly(step, "", state, fixed, 17)["x"])
-    for one in both:
-        one.clear()
-    assert taken() == 0
+    for index in (0, 1, 0, 0, 1):
+        state, fixed = inputs[index]
+        replayed = caches[index].repeat(step, "", state, fixed, 17)["x"]
+        assert torch.equal(replayed, cuda_graphs.repeat_eagerly(step, "", state, fixed, 17)["x"])
+    for cache in caches:
+        cache.clear()
+    assert pool_bytes() == 0
     assert torch.equal(
-        cuda_graphs.GraphCache(fuse=False).repeat(step, "", *given[0], 3)["x"],
-        cuda_graphs.repeat_eagerly(step, "", *given[0], 3)["x"],
+        cuda_graphs.GraphCache(fuse=False).repeat(step, "", *inputs[0], 3)["x"],
+        cuda_graphs.repeat_eagerly(step, "", *inputs[0], 3)["x"],
     )
 
 
 @pytest.mark.gpu
-@GPU
-def test_a_round_reads_the_device_once() -> None:
+@needs_gpu
+def test_round_reads_the_device_at_most_twice() -> None:
     toy = ToyFederation(FedAvg(), "graph", device="cuda", rounds=3, dtype=torch.float32)
     for round in range(2):
         toy.server.run_round(round)
     server = Server(toy.algorithm, toy.simulator, toy.server.scorer, toy.schedule, toy.server.state)
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    ) as seen:
+    ) as profiler:
         server.run_round(2)
-    down = [event for event in seen.events() if "Memcpy DtoH" in event.name]
-    assert len(down) <= 2, [
-        event.name for event in down
-    ]  # a fresh start looks at the sent model's hits once more
+    copies = [event.name for event in profiler.events() if "Memcpy DtoH" in event.name]
+    # One copy per round; a new server also reads the evaluation of the model that it sends.
+    assert len(copies) <= 2, copies

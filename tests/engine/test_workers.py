@@ -1,6 +1,4 @@
-"""Clients trained side by side in worker processes: the same results, and nothing left behind
-however it ends.
-"""
+"""Tests of worker processes: equal results, errors passed on, no process left behind."""
 
 import dataclasses
 import gc
@@ -34,17 +32,17 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="workers are forks, which are safe on Linux"
 )
 
-COG = FedCOG(FedProx(mu=0.1), count=8, steps=3, start_round=1, lr=0.1)
+FEDCOG = FedCOG(FedProx(mu=0.1), count=8, steps=3, start_round=1, lr=0.1)
 
 
 @pytest.fixture(autouse=True)
-def bounded() -> Iterator[None]:
-    """No test here may hang, and none may leave a process behind."""
+def time_limit() -> Iterator[None]:
+    """Stop a test that hangs; fail one that leaves a process behind."""
 
-    def too_long(number: int, frame: object) -> None:
-        raise TimeoutError("this should have been over long ago")
+    def raise_timeout(number: int, frame: object) -> None:
+        raise TimeoutError("the test took more than 120 s")
 
-    before = signal.signal(signal.SIGALRM, too_long)
+    before = signal.signal(signal.SIGALRM, raise_timeout)
     signal.alarm(120)
     try:
         yield
@@ -55,13 +53,13 @@ def bounded() -> Iterator[None]:
     assert not multiprocessing.active_children()
 
 
-def side_by_side(toy: ToyFederation, count: int = 2) -> ToyFederation:
+def with_workers(toy: ToyFederation, count: int = 2) -> ToyFederation:
     cohort = toy.simulator.cohort
     cohort.config = cohort.config._replace(num_workers=count)
     return toy
 
 
-def everything(toy: ToyFederation) -> Params:
+def run_and_close(toy: ToyFederation) -> Params:
     try:
         return toy.final_state()
     finally:
@@ -70,70 +68,66 @@ def everything(toy: ToyFederation) -> Params:
 
 @pytest.mark.parametrize(
     "algorithm",
-    [FedAvg(), SCAFFOLD(), COG, Ditto(FedProx()), FedGen()],
+    [FedAvg(), SCAFFOLD(), FEDCOG, Ditto(FedProx()), FedGen()],
     ids=["fedavg", "scaffold", "fedcog", "ditto", "fedgen"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-def test_workers_change_no_bit(algorithm: Algorithm, dtype: torch.dtype) -> None:
+def test_workers_give_bit_identical_results(algorithm: Algorithm, dtype: torch.dtype) -> None:
     network = nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, NUM_CLASSES)
     )
     options = PARTIAL | {"epochs": 1.5, "dtype": dtype, "module": network}  # unequal steps
-    alone = ToyFederation(algorithm, **options)
-    beside = side_by_side(ToyFederation(algorithm, **options))
-    lines = [[round.record.to_line() for round in toy.run()] for toy in (alone, beside)]
-    for one, other in zip(*lines, strict=True):
-        assert one | {"seconds": 0} == other | {"seconds": 0}
-        total = other["seconds"].pop("total")
-        assert (
-            sum(other["seconds"].values()) <= 1.01 * total
-        )  # parts are shares of the clock's time
-    beside.simulator.cohort.close()
-    kept = [
-        {"server": toy.server.state, "clients": toy.simulator.client_states.flatten()}
-        for toy in (alone, beside)
-    ]
-    one, other = (tree.flatten(state) for state in kept)
-    assert list(one) == list(other)
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    serial = ToyFederation(algorithm, **options)
+    parallel = with_workers(ToyFederation(algorithm, **options))
+    lines = [[round.record.to_line() for round in toy.run()] for toy in (serial, parallel)]
+    for expected, actual in zip(*lines, strict=True):
+        assert expected | {"seconds": 0} == actual | {"seconds": 0}
+        # The parts are shares of the elapsed time, not sums over workers.
+        total = actual["seconds"].pop("total")
+        assert sum(actual["seconds"].values()) <= 1.01 * total
+    parallel.simulator.cohort.close()
+    serial_state, parallel_state = (
+        tree.flatten({"server": toy.server.state, "clients": toy.simulator.client_states.flatten()})
+        for toy in (serial, parallel)
+    )
+    assert list(serial_state) == list(parallel_state)
+    assert all(torch.equal(serial_state[name], parallel_state[name]) for name in serial_state)
 
 
-def test_threads_in_a_worker_start_although_the_parent_had_some() -> None:
-    with torch_settings(
-        Experiment(threads=4)
-    ):  # two workers of two threads; the parent has used its four
-        torch.randn(512, 512) @ torch.randn(512, 512)
-        found = everything(side_by_side(ToyFederation(FedAvg())))
-    assert all(value.isfinite().all() for value in found.values())
+def test_workers_can_use_threads_after_the_parent_did() -> None:
+    with torch_settings(Experiment(threads=4)):
+        torch.randn(512, 512) @ torch.randn(512, 512)  # starts the parent's threads
+        state = run_and_close(with_workers(ToyFederation(FedAvg())))
+    assert all(value.isfinite().all() for value in state.values())
 
 
-def test_a_run_with_workers_is_the_run_without_and_leaves_none(tmp_path: Path) -> None:
+def test_run_with_workers_writes_the_same_checkpoints(tmp_path: Path) -> None:
     experiment = Experiment(
         rounds=2, local_steps=3, batch_size=8, clients=4, partition="iid", threads=1
     )
-    files = []
+    checkpoints = []
     for count in (1, 2):
         fedcog.compare(
             [dataclasses.replace(experiment, workers=count)], [0, 1], tmp_path / str(count)
         )
         assert not multiprocessing.active_children()
-        files.append(
+        checkpoints.append(
             [
                 (tmp_path / f"{count}/fedavg/seed-{seed}/checkpoint.safetensors").read_bytes()
                 for seed in (0, 1)
             ]
         )
-    assert files[0] == files[1]
+    assert checkpoints[0] == checkpoints[1]
 
 
 @dataclasses.dataclass(frozen=True)
-class Calls(Algorithm):
-    """Calls something while a client trains."""
+class AlgorithmWithCallback(Algorithm):
+    """Calls a function after every local step."""
 
-    what: Callable[[], None] = lambda: None
+    callback: Callable[[], None] = lambda: None
 
     def after_step(self, before, after, batch, client):  # type: ignore[no-untyped-def]
-        self.what()
+        self.callback()
         return after
 
 
@@ -145,8 +139,10 @@ def raises(error: BaseException) -> Callable[[], None]:
 
 
 class Odd(Exception):
-    def __init__(self, one: int, two: int) -> None:
-        super().__init__(f"{one} and {two}")
+    """An exception that cannot be created again from its message."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first} and {second}")
 
 
 @pytest.mark.parametrize(
@@ -160,10 +156,10 @@ class Odd(Exception):
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else None,
 )
-def test_what_a_worker_raises_is_raised_here(
+def test_exceptions_of_workers_are_raised_in_the_parent(
     error: Exception, kind: type[Exception], text: str
 ) -> None:
-    toy = side_by_side(ToyFederation(Calls(what=raises(error))))
+    toy = with_workers(ToyFederation(AlgorithmWithCallback(callback=raises(error))))
     with pytest.raises(kind) as caught:
         toy.run()
     assert type(caught.value) is kind and str(caught.value) == text
@@ -183,36 +179,36 @@ def test_what_a_worker_raises_is_raised_here(
     ],
     ids=["SIGKILL", "SIGTERM", "exit"],
 )
-def test_a_worker_that_dies_is_told_of_at_once(end: Callable[[], None], text: str) -> None:
-    toy = side_by_side(ToyFederation(Calls(what=end)))
-    began = time.monotonic()
+def test_death_of_a_worker_is_reported_at_once(end: Callable[[], None], text: str) -> None:
+    toy = with_workers(ToyFederation(AlgorithmWithCallback(callback=end)))
+    start = time.monotonic()
     with pytest.raises(WorkerDied, match=text):
         toy.run()
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - start < 20
     assert not multiprocessing.active_children()
 
 
-def test_an_idle_worker_that_was_killed_is_told_of_too() -> None:
-    toy = side_by_side(ToyFederation(FedAvg()))
+def test_death_of_an_idle_worker_is_reported() -> None:
+    toy = with_workers(ToyFederation(FedAvg()))
     toy.run()
     for process in multiprocessing.active_children():
         process.kill()
         process.join()
     with pytest.raises(WorkerDied, match="SIGKILL"):
         toy.run()
-    toy.run()  # others are started
+    toy.run()  # starts new workers
     toy.simulator.cohort.close()
 
 
-def test_divergence_is_caught_as_ever() -> None:
-    toy = side_by_side(ToyFederation(FedAvg(), lr=1e30, dtype=torch.float32))
+def test_divergence_in_workers_is_reported() -> None:
+    toy = with_workers(ToyFederation(FedAvg(), lr=1e30, dtype=torch.float32))
     with pytest.raises(Diverged, match="clients 0, 1, 2"):
         toy.run()
     toy.simulator.cohort.close()
 
 
-def test_workers_go_with_whoever_asked_for_them() -> None:
-    toy = side_by_side(ToyFederation(FedAvg()))
+def test_workers_end_with_their_federation() -> None:
+    toy = with_workers(ToyFederation(FedAvg()))
     toy.run()
     assert len(multiprocessing.active_children()) == 2
     del toy
@@ -220,55 +216,81 @@ def test_workers_go_with_whoever_asked_for_them() -> None:
     assert not multiprocessing.active_children()
 
 
-def test_an_interrupt_reaches_the_parent_alone() -> None:
-    interrupt = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # one started in the background ignores it
+INTERRUPTED_PROGRAM = """
+    import dataclasses, multiprocessing, os, signal, time
+    from fedcog.algorithms import Algorithm
+    from fedcog.testing import ToyFederation
+
+    @dataclasses.dataclass(frozen=True)
+    class Slow(Algorithm):
+        def after_step(self, before, after, batch, client):
+            time.sleep(0.2)
+            return after
+
+    # A process that starts in the background ignores SIGINT.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGALRM})
-    toy = side_by_side(ToyFederation(Calls(what=lambda: time.sleep(0.2))))
+    toy = ToyFederation(Slow())
+    cohort = toy.simulator.cohort
+    cohort.config = cohort.config._replace(num_workers=2)
     toy.run()
-    for process in multiprocessing.active_children():
-        os.kill(process.pid or 0, signal.SIGINT)
+    workers = multiprocessing.active_children()
+    for process in workers:
+        os.kill(process.pid, signal.SIGINT)
     toy.run()
-    alarm = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
-    signal.setitimer(
-        signal.ITIMER_REAL, 0.1, 5
-    )  # again, should one come where nobody can raise; not while it ends
+    print(len(workers), "workers ignored SIGINT")
+    signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    # Repeat: Python drops an exception that a signal raises inside a finalizer.
+    signal.setitimer(signal.ITIMER_REAL, 0.1, 5)
     try:
-        with pytest.raises(KeyboardInterrupt):
-            [toy.run() for _ in range(20)]
+        for _ in range(20):
+            toy.run()
+    except KeyboardInterrupt:
+        print("KeyboardInterrupt")
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, alarm)
-        signal.signal(signal.SIGINT, interrupt)
-    assert not multiprocessing.active_children()
+    print(len(multiprocessing.active_children()), "workers left")
+"""
 
 
-PARENT = """
+def test_interrupt_reaches_only_the_parent() -> None:
+    # In its own process: a stray SIGINT would end a worker of pytest.
+    finished = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(INTERRUPTED_PROGRAM)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    lines = ["2 workers ignored SIGINT", "KeyboardInterrupt", "0 workers left"]
+    assert finished.stdout.splitlines() == lines, finished.stderr
+    assert finished.returncode == 0, finished.stderr
+
+
+KILLED_PROGRAM = """
     import dataclasses, multiprocessing, threading, time
     from fedcog.algorithms import Algorithm
     from fedcog.runs.config.experiment import Experiment
     import fedcog
 
     @dataclasses.dataclass(frozen=True)
-    class Slow(Algorithm):  # of a program that is __main__: nothing of it could be sent
+    class Slow(Algorithm):  # a class of __main__, which could not be sent to a spawned process
         def after_step(self, before, after, batch, client):
             time.sleep(0.5)
             return after
 
-    def tell():
+    def print_worker_pids():
         while len(multiprocessing.active_children()) < 2:
             time.sleep(0.05)
         time.sleep(0.3)
         print(*[process.pid for process in multiprocessing.active_children()], flush=True)
 
-    threading.Thread(target=tell, daemon=True).start()
+    threading.Thread(target=print_worker_pids, daemon=True).start()
     fedcog.run(Experiment(algorithm=Slow(), workers=2, partition="iid"), {out!r})
 """
 
 
-def test_a_parent_that_is_killed_leaves_no_worker_and_no_lock(tmp_path: Path) -> None:
-    program = textwrap.dedent(PARENT).format(out=str(tmp_path / "run"))
+def test_killed_parent_leaves_no_worker_and_no_lock(tmp_path: Path) -> None:
+    program = textwrap.dedent(KILLED_PROGRAM).format(out=str(tmp_path / "run"))
     with subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
     ) as parent:
@@ -277,25 +299,23 @@ def test_a_parent_that_is_killed_leaves_no_worker_and_no_lock(tmp_path: Path) ->
         assert len(pids) == 2
         parent.kill()
         parent.wait()
-        with RunDirectory(tmp_path / "run").locked():  # at once
+        with RunDirectory(tmp_path / "run").locked():  # fails if a worker holds the lock
             pass
     deadline = time.monotonic() + 20
-    while any(_runs(pid) for pid in pids) and time.monotonic() < deadline:
+    while any(_is_running(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(_runs(pid) for pid in pids)
+    assert not any(_is_running(pid) for pid in pids)
 
 
-def _runs(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
 
 
-def test_every_item_is_done_once_in_any_order() -> None:
-    def begin(
-        common: State,
-    ) -> Callable[[State], State]:
+def test_pool_processes_every_item_once_in_any_order() -> None:
+    def start_round(common: State) -> Callable[[State], State]:
         return lambda item: {
             "sum": item["x"] + common["y"],
             "empty": {},
@@ -303,21 +323,23 @@ def test_every_item_is_done_once_in_any_order() -> None:
             "of": item["name"],
         }
 
-    crew = WorkerPool(3, 1, begin)
-    shared = torch.arange(6.0).reshape(2, 3).T  # neither contiguous nor alone in its memory
+    pool = WorkerPool(3, 1, start_round)
+    shared = torch.arange(6.0).reshape(2, 3).T  # not contiguous
     for count in (1, 2, 7):
         items = [{"x": torch.tensor(row), "name": str(row)} for row in range(count)]
-        found = crew.map({"y": shared}, items, list(reversed(range(count))))
-        assert [one["of"] for one in found] == [str(row) for row in range(count)]
-        assert all(torch.equal(one["sum"], shared + row) for row, one in enumerate(found))
-        assert all(
-            list(one) == ["sum", "empty", "none", "of"] and one["empty"] == {} for one in found
-        )
-    crew.close()
-    assert crew.has_ended
+        results = pool.map({"y": shared}, items, list(reversed(range(count))))
+        assert [result["of"] for result in results] == [str(row) for row in range(count)]
+        for row, result in enumerate(results):
+            assert torch.equal(result["sum"], shared + row)
+            assert list(result) == ["sum", "empty", "none", "of"]
+            assert result["empty"] == {}
+    pool.close()
+    assert pool.has_ended
 
 
-def test_as_many_workers_as_there_are_threads_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_number_of_workers_follows_threads_and_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     for threads, expected in ((1, 1), (3, 3), (8, 4)):

@@ -4,6 +4,7 @@ import dataclasses
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,7 +74,8 @@ def test_narrow_client_trains_the_narrow_network(wide: nn.Module, narrow: nn.Mod
     toy = ToyFederation(HeteroFL(width=0.5), module=wide, sizes=(20,), rounds=1, steps=4)
     before = tree.apply(torch.clone, toy.server.state)
     plan = toy.data.plan_batches(0, torch.tensor([0]), 4, 6)
-    batches = [toy.data.examples(plan.indices[:, step], plan.crops[:, step]) for step in range(4)]  # type: ignore[index]
+    assert plan.crops is not None
+    batches = [toy.data.examples(plan.indices[:, step], plan.crops[:, step]) for step in range(4)]
     after = toy.run()[-1].server
 
     local = narrow.double().train()
@@ -87,7 +89,8 @@ def test_narrow_client_trains_the_narrow_network(wide: nn.Module, narrow: nn.Mod
     optimizer = torch.optim.SGD(local.parameters(), 0.05, momentum=0.9, weight_decay=1e-5)
     for batch in batches:
         optimizer.zero_grad()
-        F.cross_entropy(local(batch["x"][0]), batch["y"][0]).backward()  # type: ignore[no-untyped-call]
+        loss = F.cross_entropy(local(batch["x"][0]), batch["y"][0])
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     for name, value in local.state_dict().items():
         if name in weights:
@@ -103,7 +106,7 @@ def test_narrow_client_trains_the_narrow_network(wide: nn.Module, narrow: nn.Mod
 def test_mean_of_a_weight_is_over_the_clients_that_have_it() -> None:
     """By hand: A sends (1, 1, 1, 1); B, half as wide, sends (3, 3)."""
     server = {"params": {"w": torch.tensor([0.0, 0.0, 0.0, 7.0])}, "buffers": {}}
-    one = torch.tensor(1.0)
+    unit = torch.tensor(1.0)
 
     def payload(values: list[float]) -> dict[str, object]:
         width = len(values)
@@ -113,8 +116,8 @@ def test_mean_of_a_weight_is_over_the_clients_that_have_it() -> None:
         return {
             "delta": {"w": delta},
             "buffers": {},
-            "weight": one,
-            "count": one,
+            "weight": unit,
+            "count": unit,
             "lacks": {"w": lacks},
         }
 
@@ -299,9 +302,9 @@ fedcog.generator=conv
 """
 
 
-def experiment(**changes: object) -> Experiment:
+def experiment(**changes: Any) -> Experiment:
     tables = {"fedcog": {"count": 8, "steps": 2, "start_round": 1}}
-    defaults = {
+    defaults: dict[str, Any] = {
         "clients": 4,
         "rounds": 3,
         "local_steps": 3,
@@ -309,7 +312,7 @@ def experiment(**changes: object) -> Experiment:
         "devices": DEVICES,
         "beta": 1.0,
     }
-    return Experiment(make_algorithm("fedavg+fedcog+heterofl", tables), **defaults | changes)  # type: ignore[arg-type]
+    return Experiment(make_algorithm("fedavg+fedcog+heterofl", tables), **defaults | changes)
 
 
 def test_devices_text_is_parsed() -> None:

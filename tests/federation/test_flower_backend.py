@@ -3,6 +3,7 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from tests.support.flower_engine import in_process_flower  # noqa: F401 - a fixt
 pytest.importorskip("flwr")
 flower_engine.skip_without_ray()
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "rounds": 4,
     "clients": 3,
     "local_steps": 3,
@@ -36,9 +37,9 @@ class Mine(Algorithm):
     """A user's algorithm."""
 
 
-def experiment(name: str, **settings: object) -> Experiment:
+def experiment(name: str, **settings: Any) -> Experiment:
     tables = {"fedcog": {"start_round": 1, "count": 6, "steps": 2}}
-    return Experiment(algorithm=make_algorithm(name, tables), **(SMALL | settings))  # type: ignore[arg-type]
+    return Experiment(algorithm=make_algorithm(name, tables), **(SMALL | settings))
 
 
 def server_state(run: fedcog.Run) -> Params:

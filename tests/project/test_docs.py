@@ -1,6 +1,4 @@
-"""The documentation is true: its Python runs, its commands exist, and it becomes a site that needs
-no other.
-"""
+"""Tests of the documentation: its Python and commands run, and its site is self-contained."""
 
 import functools
 import http.server
@@ -12,64 +10,66 @@ import threading
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import pytest
-from selenium.webdriver import Chrome
 
 from fedcog.cli.main import main
 from tests.support import documents
-from tests.support.browser import browser, console_messages, open_page, run_script, save_screenshot  # noqa: F401 - a fixture
+from tests.support.browser import browser, console_messages, open_page, run_script, save_screenshot
 from tests.support.documents import blocks, unknown_flags
 from tests.support.example_output import EXPECTED_OUTPUT
 from tests.support.paths import REPO
 
+if TYPE_CHECKING:
+    from selenium.webdriver import Chrome
+
+__all__ = ["browser"]
+
 DOCS = REPO / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-SNIPPET = re.compile(r"--8<--\n(.+)\n--8<--\n")  # on three lines: on one, ruff takes it for Python
+# An included file, on three lines: ruff would read one line as Python.
+SNIPPET = re.compile(r"--8<--\n(.+)\n--8<--\n")
 RUN_ELSEWHERE = {f"examples/{name}.py" for name in [*EXPECTED_OUTPUT, "deploy"]} | {
     f"examples/existing-flower-client/{name}.py" for name in ("client_app", "task")
 }
 
 
-def name(page: Path) -> str:
+def page_id(page: Path) -> str:
     return str(page.relative_to(DOCS))
 
 
-def test_every_block_says_what_it_is() -> None:
-    kinds = {block.language for page in PAGES for block in blocks(page.read_text())}
-    assert kinds == {"python", "sh", "toml"}
+def has_python(page: Path) -> bool:
+    return any(block.language == "python" for block in blocks(page.read_text()))
 
 
-@pytest.mark.parametrize(
-    "page",
-    [page for page in PAGES if any(one.language == "python" for one in blocks(page.read_text()))],
-    ids=name,
-)
-def test_the_python_of_a_page_runs(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From top to bottom, as somebody would type it. What is a program of the examples is run by
-    their tests.
-    """
+def test_every_block_has_a_known_language() -> None:
+    languages = {block.language for page in PAGES for block in blocks(page.read_text())}
+    assert languages == {"python", "sh", "toml"}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if has_python(page)], ids=page_id)
+def test_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the blocks from top to bottom, without included examples, which have their own tests."""
     monkeypatch.chdir(tmp_path)
-    here: dict[str, object] = {"__name__": "page"}
-    monkeypatch.setitem(sys.modules, "page", type(sys)("page"))  # dataclasses look their module up
+    namespace: dict[str, object] = {"__name__": "page"}
+    monkeypatch.setitem(sys.modules, "page", type(sys)("page"))  # dataclasses look up their module
     for block in blocks(page.read_text()):
         if block.language != "python":
             continue
         if included := SNIPPET.fullmatch(block.text):
             assert included[1] in RUN_ELSEWHERE
             continue
-        exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), here)
+        exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), namespace)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_the_commands_of_a_page_exist(page: Path) -> None:
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_commands_of_a_page_exist(page: Path) -> None:
     assert not unknown_flags(page.read_text())
 
 
-def test_a_flag_or_a_command_that_is_not_there_is_found() -> None:
+def test_unknown_flags_and_commands_are_detected() -> None:
     assert unknown_flags("fedcog run --nonsense 3  # --more\n") == [
         "--nonsense in: fedcog run --nonsense 3  # --more"
     ]
@@ -79,130 +79,122 @@ def test_a_flag_or_a_command_that_is_not_there_is_found() -> None:
     )
 
 
-SMALL = [
-    "--dataset",
-    "digits",
-    "--local-steps",
-    "1",
-    "--batch-size",
-    "8",
-    "--threads",
-    "1",
-    "--plain",
-]
-WAKE = ["--start-round", "1", "--fedcog.count", "4", "--fedcog.steps", "1"]
-USERS = ["--dataset", "digit-mosaics", "--clients", "4", "--participation", "1"]
-NOT_HERE = {
-    "get": "the network",
+SMALL_FLAGS = ["--dataset", "digits", "--local-steps", "1", "--batch-size", "8"]
+SMALL_FLAGS += ["--threads", "1", "--plain"]
+FEDCOG_FLAGS = ["--start-round", "1", "--fedcog.count", "4", "--fedcog.steps", "1"]
+MULTI_LABEL_FLAGS = ["--dataset", "digit-mosaics", "--clients", "4", "--participation", "1"]
+SKIPPED_WORDS = {
+    "get": "needs the network",
     "watch": "serves until it is stopped: tests/report/dashboard/test_dashboard.py",
-    "reproduce": "tests/studies/test_smoke.py and test_reproduce.py, at length",
-    "flower": "Flower's engine: tests/federation/test_flower_backend.py",
-    "wandb": "tests/runs/tracking/test_trackers.py, with nobody's account",
-    "...": "no command, but how one looks",
-    "NAME": "no command, but how one looks",
-    "runs/study": "half an hour's work: make study",
+    "reproduce": "takes long: tests/studies/test_smoke.py and test_reproduce.py",
+    "flower": "starts Flower's engine: tests/federation/test_flower_backend.py",
+    "wandb": "needs an account: tests/runs/tracking/test_trackers.py",
+    "...": "a placeholder, not a command",
+    "NAME": "a placeholder, not a command",
+    "runs/study": "takes half an hour: make study",
 }
+"""Words of commands that are not run here -> why."""
 
 
-def shown(page: Path) -> list[list[str]]:
-    """The commands of a page that can be carried out, as they are or small: few steps, on the
-    embedded digits.
-    """
-    found = []
+def runnable_commands(page: Path) -> list[list[str]]:
+    """Return the commands of a page without `fedcog`, with flags that make them small."""
+    commands = []
     for block in blocks(page.read_text()):
-        for words in documents.shell_commands(block.text) if block.language == "sh" else ():
-            if words[0] != "fedcog" or {*words} & {*NOT_HERE}:
-                continue
-            words = words[
-                1 : words.index(">") if ">" in words else None
-            ]  # what a shell does with it is the shell's
-            if words[0] in ("run", "compare", "sweep") and "--resume" not in words:
-                rounds = [
-                    "--rounds",
-                    "2",
-                    *(["--trials", "2", "--seeds", "0"] if words[0] == "sweep" else []),
-                ]
-                awake = (
-                    WAKE
-                    if any("fedcog" in word.split("+") for word in words) or "--fedcog" in words
-                    else []
-                )
-                users = USERS if {"mosaics", "flair"} & {*words} else []
-                words += [*SMALL, *rounds, *awake, *users]
-            elif "--resume" in words:
-                words += ["--rounds", "3"]
-            elif words[0] == "theory":
-                words += ["--network", "linear", "--rounds", "2", "--repeats", "1"]
-            found.append(words)
-    return found
+        if block.language != "sh":
+            continue
+        for words in documents.shell_commands(block.text):
+            if words[0] == "fedcog" and not {*words} & {*SKIPPED_WORDS}:
+                end = words.index(">") if ">" in words else None  # drops a redirection
+                command = words[1:end]
+                commands.append([*command, *small_flags(command)])
+    return commands
 
 
-TYPED = [page for page in (REPO / "README.md", *PAGES) if shown(page)]
+def small_flags(command: list[str]) -> list[str]:
+    """Return the flags that limit a command to a few steps on the embedded digits."""
+    if command[0] in ("run", "compare", "sweep") and "--resume" not in command:
+        flags = [*SMALL_FLAGS, "--rounds", "2"]
+        if command[0] == "sweep":
+            flags += ["--trials", "2", "--seeds", "0"]
+        if "--fedcog" in command or any("fedcog" in word.split("+") for word in command):
+            flags += FEDCOG_FLAGS
+        if {"mosaics", "flair"} & {*command}:
+            flags += MULTI_LABEL_FLAGS
+        return flags
+    if "--resume" in command:
+        return ["--rounds", "3"]
+    if command[0] == "theory":
+        return ["--network", "linear", "--rounds", "2", "--repeats", "1"]
+    return []
 
 
-@pytest.mark.parametrize("page", TYPED, ids=lambda page: page.stem)
-def test_the_commands_of_a_page_are_carried_out(
+PAGES_WITH_COMMANDS = [page for page in (REPO / "README.md", *PAGES) if runnable_commands(page)]
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_COMMANDS, ids=lambda page: page.stem)
+def test_commands_of_a_page_succeed(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From top to bottom, with all their flags, in a folder that has the examples."""
+    """Run them from top to bottom, with all their flags, in a folder that has the examples."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     Path("examples").symlink_to(REPO / "examples")
-    if page.stem == "resume":  # which speaks of a run that there is
-        assert main(["run", *SMALL, "--rounds", "2", "--out", "runs/x"]) == 0
-    for words in shown(page):
-        assert main(words) == 0, (words, capsys.readouterr().err)
+    if page.stem == "resume":  # the page resumes an existing run
+        assert main(["run", *SMALL_FLAGS, "--rounds", "2", "--out", "runs/x"]) == 0
+    for command in runnable_commands(page):
+        assert main(command) == 0, (command, capsys.readouterr().err)
 
 
 def test_every_example_has_a_page() -> None:
-    shown = {file for page in PAGES for file in SNIPPET.findall(page.read_text())}
-    assert {f"examples/{one.name}" for one in (REPO / "examples").glob("*.py")} <= shown
+    included = {file for page in PAGES for file in SNIPPET.findall(page.read_text())}
+    assert {f"examples/{path.name}" for path in (REPO / "examples").glob("*.py")} <= included
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built with every warning an error. No proxy leads out: what it tried to fetch would
-    fail.
-    """
+    """Build the site with warnings as errors, and with proxies that fail every download."""
     out = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)]
-    nowhere = dict.fromkeys(
+    dead_proxies = dict.fromkeys(
         ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"),
         "http://127.0.0.1:9",
     )
-    around = {**os.environ, **nowhere, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(
-        command, cwd=REPO, env=around, capture_output=True, text=True, timeout=120
+    environment = {**os.environ, **dead_proxies, "NO_MKDOCS_2_WARNING": "1"}
+    build = subprocess.run(
+        command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert build.returncode == 0, build.stdout + build.stderr
     return out
 
 
 class Assets(HTMLParser):
-    """What a page has a browser load, and what it says instead of its pictures."""
+    """The addresses that a page loads, and its images without alternative text."""
 
     def __init__(self, page: Path) -> None:
         super().__init__()
-        self.loads, self.mute = list[str](), list[str]()
+        self.addresses = list[str]()
+        self.images_without_alt = list[str]()
         self.feed(page.read_text())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        own = dict(attrs)
+        attributes = dict(attrs)
         if tag in ("img", "script", "iframe", "source", "video", "audio", "embed", "object"):
-            self.loads += [own[key] or "" for key in ("src", "data") if own.get(key)]
-        if tag == "link" and "canonical" not in (own.get("rel") or ""):
-            self.loads.append(own.get("href") or "")
-        if tag == "img" and not own.get("alt"):
-            self.mute.append(own.get("src") or "")
+            self.addresses += [
+                attributes[key] or "" for key in ("src", "data") if attributes.get(key)
+            ]
+        if tag == "link" and "canonical" not in (attributes.get("rel") or ""):
+            self.addresses.append(attributes.get("href") or "")
+        if tag == "img" and not attributes.get("alt"):
+            self.images_without_alt.append(attributes.get("src") or "")
 
 
-def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
+def test_site_loads_nothing_from_other_hosts(site: Path) -> None:
     pages = sorted(site.rglob("*.html"))
     assert len(pages) >= len(PAGES)
     for page in pages:
-        found = Assets(page)
-        assert found.loads and not found.mute, page
-        for address in found.loads:
+        assets = Assets(page)
+        assert assets.addresses and not assets.images_without_alt, page
+        for address in assets.addresses:
             parts = urlsplit(address)
             assert not parts.netloc and parts.scheme in ("", "data"), f"{page}: {address}"
             assert (
@@ -212,22 +204,22 @@ def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
         assert not re.search(r"(@import|url\()\s*[\"']?(https?:)?//", sheet.read_text()), sheet
 
 
-def test_pages_show_the_examples_as_they_are(site: Path) -> None:
+def test_site_includes_the_examples(site: Path) -> None:
     page = re.sub(r"<[^>]+>", "", (site / "howto/scaffold.html").read_text())
     assert "around = fedcog.FedCOG(inner, start_round=6" in page and "--8&lt;--" not in page
     assert "from_folder" in (site / "api.html").read_text()
 
 
-class Silent(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *words: object) -> None:
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
         pass
 
 
 @pytest.fixture(scope="module")
-def served(site: Path) -> Iterator[str]:
-    """The site at an address of this machine."""
+def site_url(site: Path) -> Iterator[str]:
+    """Serve the site from this machine."""
     server = http.server.ThreadingHTTPServer(
-        ("127.0.0.1", 0), functools.partial(Silent, directory=str(site))
+        ("127.0.0.1", 0), functools.partial(QuietHandler, directory=str(site))
     )
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -240,20 +232,20 @@ def served(site: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("width", ["phone", "desktop"])
-def test_a_browser_shows_it(browser: Chrome, served: str, width: str) -> None:  # noqa: F811 - the fixture
+def test_browser_shows_the_site(browser: "Chrome", site_url: str, width: str) -> None:
     for page in ("index", "concepts", "howto/images", "algorithms"):
-        open_page(browser, f"{served}/{page}.html", width)
+        open_page(browser, f"{site_url}/{page}.html", width)
         save_screenshot(browser, f"docs-{page.replace('/', '-')}-{width}")
         assert run_script(browser, "return document.documentElement.scrollWidth <= innerWidth"), (
             f"{page} is too wide"
         )
         assert run_script(
             browser,
-            "return [...document.images].every(one => one.complete && one.naturalWidth > 0)",
+            "return [...document.images].every(image => image.complete && image.naturalWidth > 0)",
         ), page
         hosts = run_script(
             browser,
-            "return performance.getEntriesByType('resource').map(one => new URL(one.name).host)",
+            "return performance.getEntriesByType('resource').map(item => new URL(item.name).host)",
         )
-        assert hosts and set(hosts) <= {urlsplit(served).netloc, ""}, hosts
+        assert hosts and set(hosts) <= {urlsplit(site_url).netloc, ""}, hosts
         assert console_messages(browser) == []

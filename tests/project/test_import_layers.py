@@ -1,4 +1,4 @@
-"""Imports point one way: a module may import its own layer and those below it."""
+"""Tests of the package's structure: layers, imports, and where libraries are used."""
 
 import ast
 import re
@@ -29,12 +29,15 @@ LAYERS = [
     "fedcog.cli",
     "fedcog",
 ]
-"""The layers from the bottom up. The last one holds the package's `__init__` and `__main__`."""
+"""The layers from the bottom up; a module imports only its own layer and those below.
+
+The last one holds the package's `__init__` and `__main__`.
+"""
 MODULES = sorted(ROOT.rglob("*.py"))
 MAX_MODULES = 12
-"""Largest number of modules in a folder; algorithms have one each and may be more."""
+"""Largest number of modules in a folder, except in `algorithms`, which has one per method."""
 COMPOSITION = "fedcog.runs.config.composition"
-"""The one module outside of fedcog.algorithms that may ask for an algorithm's class."""
+"""The only module outside of fedcog.algorithms that may check an algorithm's class."""
 
 
 def module_name(path: Path) -> str:
@@ -45,7 +48,7 @@ NAMES = [module_name(path) for path in MODULES]
 
 
 def layer(name: str) -> int:
-    """The index of a module's layer."""
+    """Return the index of a module's layer."""
     if name in ("fedcog.__init__", "fedcog.__main__"):
         return len(LAYERS) - 1
     for index, folder in enumerate(LAYERS[:-1]):
@@ -55,7 +58,7 @@ def layer(name: str) -> int:
 
 
 def modules_of(*folders: str) -> set[str]:
-    """The names of all modules in some folders, or of single modules."""
+    """Return the names of all modules in some folders; a module is a folder of one."""
     return {
         name
         for name in NAMES
@@ -64,36 +67,37 @@ def modules_of(*folders: str) -> set[str]:
 
 
 def imports(path: Path) -> set[str]:
-    """Everything that a module imports: modules, and names of modules."""
-    found: set[str] = set()
+    """Return everything that a module imports: modules, and names of modules."""
+    imported: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module or ""}
-    return found
+            imported |= {f"{node.module}.{alias.name}" for alias in node.names}
+            imported.add(node.module or "")
+    return imported
 
 
-def is_name_of_package(name: str) -> bool:
-    """Whether `fedcog.name` is something that the package exports, and no module."""
+def is_exported_name(name: str) -> bool:
+    """Return whether `fedcog.name` is exported by the package and no module."""
     part = ROOT / name.split(".")[1]
     is_module = part.is_dir() or part.with_suffix(".py").exists()
     return name.count(".") == 1 and not is_module
 
 
 @pytest.mark.parametrize("path", MODULES, ids=NAMES)
-def test_imports_point_down(path: Path) -> None:
+def test_module_imports_only_lower_layers(path: Path) -> None:
     name = module_name(path)
     for other in imports(path):
         if not other.startswith("fedcog."):
             continue
-        if is_name_of_package(other):
+        if is_exported_name(other):
             continue
         assert layer(other) <= layer(name), f"{name} imports {other}"
 
 
-def test_the_layers_are_all_there() -> None:
+def test_every_layer_exists() -> None:
     for folder in LAYERS[:-1]:
         assert modules_of(folder), folder
 
@@ -106,7 +110,7 @@ def test_no_folder_has_too_many_modules() -> None:
         assert count <= MAX_MODULES, f"{folder} has {count} modules"
 
 
-def test_the_page_on_design_lists_these_layers_and_names_no_file_that_is_not_there() -> None:
+def test_design_page_lists_the_layers_and_existing_files() -> None:
     page = (ROOT.parent / "docs" / "design.md").read_text()
     rows = page.split("\n## Layers\n")[1].split("\n## ")[0].split("\n| `")[1:]
     listed = [re.split(r"(?:\.py|/)?`", row)[0] for row in rows]
@@ -116,19 +120,19 @@ def test_the_page_on_design_lists_these_layers_and_names_no_file_that_is_not_the
         assert any(file.endswith(f"/{name}") for file in files), name
 
 
-def test_data_knows_only_random_numbers_images_and_a_few_libraries() -> None:
+def test_data_imports_only_rng_image_ops_and_a_few_libraries() -> None:
     allowed = {"fedcog.core", "fedcog.core.rng", "fedcog.models.ops", "fedcog.models.ops.images"}
     libraries = {"torch", "numpy", "sklearn", "PIL", "h5py", "flwr_datasets", "datasets"}
     for path in (ROOT / "data").rglob("*.py"):
-        found = imports(path)
-        inside = {name for name in found if name.startswith("fedcog.")}
-        assert {name for name in inside if not name.startswith("fedcog.data")} <= allowed, path
-        outside = {name.split(".")[0] for name in found} - {"fedcog"} - sys.stdlib_module_names
-        assert outside <= libraries, path
+        imported = imports(path)
+        internal = {name for name in imported if name.startswith("fedcog.")}
+        assert {name for name in internal if not name.startswith("fedcog.data")} <= allowed, path
+        external = {name.split(".")[0] for name in imported} - {"fedcog"} - sys.stdlib_module_names
+        assert external <= libraries, path
 
 
 @pytest.mark.parametrize(
-    ("library", "users"),
+    ("library", "allowed"),
     [
         ("matplotlib", modules_of("fedcog.report")),
         ("rich", modules_of("fedcog.cli")),
@@ -154,13 +158,13 @@ def test_data_knows_only_random_numbers_images_and_a_few_libraries() -> None:
         ("pickle", set()),
     ],
 )
-def test_each_library_has_its_place(library: str, users: set[str]) -> None:
-    found = {
+def test_library_is_imported_only_where_allowed(library: str, allowed: set[str]) -> None:
+    importers = {
         module_name(path)
         for path in MODULES
         if any(name == library or name.startswith(f"{library}.") for name in imports(path))
     }
-    assert found <= users
+    assert importers <= allowed
 
 
 def test_only_the_command_line_prints() -> None:
@@ -174,50 +178,51 @@ def test_only_the_command_line_prints() -> None:
         assert not prints or module_name(path) in modules_of("fedcog.cli"), path
 
 
-def test_no_algorithm_knows_an_optimizer_a_client_axis_or_a_loss_of_its_own() -> None:
+def test_algorithms_use_no_optimizer_loss_rng_or_client_axis() -> None:
     for path in (ROOT / "algorithms").glob("*.py"):
         code = ast.parse(path.read_text())
         names = called_or_imported(code)
         for word in ("optim", "cross_entropy", "rand", "manual_seed", "isinstance"):
-            found = {name for name in names if word in name.lower()} - {"init_optimizer_state"}
-            assert not found, f"{path}: {found}"  # the one that remains is of FedGen's server
+            # FedGen trains its generator on the server with init_optimizer_state.
+            forbidden = {name for name in names if word in name.lower()} - {"init_optimizer_state"}
+            assert not forbidden, f"{path}: {forbidden}"
         arguments = {node.arg for node in ast.walk(code) if isinstance(node, ast.arg)}
         variables = {node.id for node in ast.walk(code) if isinstance(node, ast.Name)}
         assert "clients" not in arguments | variables, path
 
 
 def called_or_imported(code: ast.Module) -> set[str]:
-    """The names of functions that a module calls, of attributes it reads, and of its imports."""
-    found: set[str] = set()
+    """Return the names that a module calls, reads as attributes, or imports."""
+    names: set[str] = set()
     for node in ast.walk(code):
         if isinstance(node, ast.Attribute):
-            found.add(node.attr)
+            names.add(node.attr)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            found.add(node.func.id)
+            names.add(node.func.id)
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            found |= {alias.name for alias in node.names}
-            found.add(getattr(node, "module", None) or "")
-    return found
+            names |= {alias.name for alias in node.names}
+            names.add(getattr(node, "module", None) or "")
+    return names
 
 
 def algorithm_classes() -> set[str]:
-    """The names of all classes of algorithms: those of fedcog.algorithms, and their subclasses."""
+    """Return the names of Algorithm, FedAvg, and all their subclasses."""
     bases: dict[str, set[str]] = {}
     for path in MODULES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 bases[node.name] = {base.id for base in node.bases if isinstance(base, ast.Name)}
-    found = {"Algorithm", "FedAvg"}
-    while new := {name for name, own in bases.items() if own & found} - found:
-        found |= new
-    return found
+    classes = {"Algorithm", "FedAvg"}
+    while new := {name for name, parents in bases.items() if parents & classes} - classes:
+        classes |= new
+    return classes
 
 
-def test_nothing_but_composition_asks_for_the_class_of_an_algorithm() -> None:
-    """Algorithms say what they are by attributes, so that a user's own may say the same."""
+def test_only_composition_checks_the_class_of_an_algorithm() -> None:
+    """Algorithms describe themselves by attributes, so that a user's algorithm can do the same."""
     classes = algorithm_classes()
     assert {"FedCOG", "HeteroFL", "Wrapper", "RecordedAlgorithm", "RecordedWrapper"} <= classes
-    classes.remove("Algorithm")  # whether something is an algorithm at all may be asked
+    classes.remove("Algorithm")  # checking that something is an algorithm is allowed
     for path in MODULES:
         name = module_name(path)
         if name == COMPOSITION or name.startswith("fedcog.algorithms."):
@@ -226,21 +231,20 @@ def test_nothing_but_composition_asks_for_the_class_of_an_algorithm() -> None:
             is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
             if not is_call or node.func.id not in ("isinstance", "issubclass"):
                 continue
-            asked = {part.id for part in ast.walk(node.args[1]) if isinstance(part, ast.Name)}
-            asked |= {
-                part.attr for part in ast.walk(node.args[1]) if isinstance(part, ast.Attribute)
-            }
-            assert not asked & classes, f"{name}, line {node.lineno}: {asked & classes}"
+            parts = list(ast.walk(node.args[1]))
+            checked = {part.id for part in parts if isinstance(part, ast.Name)}
+            checked |= {part.attr for part in parts if isinstance(part, ast.Attribute)}
+            assert not checked & classes, f"{name}, line {node.lineno}: {checked & classes}"
 
 
 def run_python(program: str) -> str:
-    done = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
     )
-    return done.stdout.strip()
+    return finished.stdout.strip()
 
 
-def test_importing_fedcog_loads_only_torch_and_numpy_of_other_libraries() -> None:
+def test_importing_fedcog_loads_only_torch_and_numpy() -> None:
     program = """
 import sys
 import numpy, torch
@@ -252,14 +256,14 @@ print(sorted(loaded - set(sys.stdlib_module_names)))
     assert run_python(program) == "['fedcog']"
 
 
-def test_using_every_name_of_fedcog_loads_no_library_that_takes_long() -> None:
-    heavy: tuple[str, ...] = ("matplotlib", "sklearn", "rich", "PIL", "optuna", "datasets", "flwr")
-    heavy += () if torch.version.cuda or torch.version.hip else ("triton",)
+def test_exported_names_load_no_slow_library() -> None:
+    slow: tuple[str, ...] = ("matplotlib", "sklearn", "rich", "PIL", "optuna", "datasets", "flwr")
+    slow += () if torch.version.cuda or torch.version.hip else ("triton",)
     program = f"""
 import sys
 import fedcog
 for name in fedcog.__all__:
     getattr(fedcog, name)
-print([name for name in {heavy} if name in sys.modules])
+print([name for name in {slow} if name in sys.modules])
 """
     assert run_python(program) == "[]"

@@ -1,6 +1,4 @@
-"""What is released: one version, a wheel and an sdist that hold what they must, a command that
-runs.
-"""
+"""Tests of a release: one version, the contents of wheel and sdist, a command that runs."""
 
 import email
 import os
@@ -22,60 +20,62 @@ VERSION = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["versi
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the wheel and the sdist, made by the tools here: nothing is fetched."""
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the wheel and the sdist with the installed tools, without downloads."""
     out = tmp_path_factory.mktemp("dist")
-    words = ["build", "--no-isolation", "--sdist", "--wheel", "--outdir", str(out), str(REPO)]
-    done = subprocess.run(
-        [sys.executable, "-m", *words], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    arguments = ["--no-isolation", "--sdist", "--wheel", "--outdir", str(out), str(REPO)]
+    command = [sys.executable, "-m", "build", *arguments]
+    build = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert build.returncode == 0, build.stdout + build.stderr
     return out
 
 
-def test_the_version_is_said_once_and_told_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_the_same_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
     assert fedcog.__version__ == VERSION
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(SystemExit) as exit_info:
         main(["--version"])
-    assert stop.value.code == 0
+    assert exit_info.value.code == 0
     assert capsys.readouterr().out == f"fedcog {VERSION}\n"
-    log = (REPO / "CHANGELOG.md").read_text()
-    headings = re.findall(r"^## \[(\S+)\]", log, re.MULTILINE)
+    changelog = (REPO / "CHANGELOG.md").read_text()
+    headings = re.findall(r"^## \[(\S+)\]", changelog, re.MULTILINE)
     assert next(name for name in headings if name != "Unreleased") == VERSION
     assert f"\nversion: {VERSION}\n" in (REPO / "CITATION.cff").read_text()
 
 
-def test_twine_finds_no_fault(built: Path) -> None:
-    files = [str(file) for file in built.iterdir()]
+def test_twine_accepts_wheel_and_sdist(dist: Path) -> None:
+    files = [str(file) for file in dist.iterdir()]
     assert len(files) == 2
-    words = [sys.executable, "-m", "twine", "check", "--strict", *files]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and done.stdout.count("PASSED") == 2, done.stdout + done.stderr
+    command = [sys.executable, "-m", "twine", "check", "--strict", *files]
+    check = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert check.returncode == 0 and check.stdout.count("PASSED") == 2, check.stdout + check.stderr
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
-    (wheel,) = built.glob("*.whl")
+def test_wheel_contains_exactly_the_package(dist: Path) -> None:
+    (wheel,) = dist.glob("*.whl")
     with zipfile.ZipFile(wheel) as file:
         names = set(file.namelist())
-        about = email.message_from_bytes(file.read(f"fedcog-{VERSION}.dist-info/METADATA"))
-        entries = file.read(f"fedcog-{VERSION}.dist-info/entry_points.txt").decode()
-    ours = {str(path.relative_to(REPO)) for path in (REPO / "fedcog").rglob("*") if path.is_file()}
-    ours = {name for name in ours if "__pycache__" not in name}
+        metadata = email.message_from_bytes(file.read(f"fedcog-{VERSION}.dist-info/METADATA"))
+        entry_points = file.read(f"fedcog-{VERSION}.dist-info/entry_points.txt").decode()
+    sources = {
+        str(path.relative_to(REPO))
+        for path in (REPO / "fedcog").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
     assert {
         "fedcog/py.typed",
         "fedcog/models/ops/kernels/programs.py",
         "fedcog/cli/schema.json",
-    } <= ours
-    inside = {name for name in names if not name.startswith(f"fedcog-{VERSION}.dist-info/")}
-    assert inside == ours
+    } <= sources
+    installed = {name for name in names if not name.startswith(f"fedcog-{VERSION}.dist-info/")}
+    assert installed == sources
     assert f"fedcog-{VERSION}.dist-info/licenses/LICENSE" in names
-    assert about["Version"] == VERSION and about["Requires-Python"] == ">=3.11"
-    assert {"flair", "flower", "onnx", "privacy"} <= set(about.get_all("Provides-Extra", []))
-    assert "fedcog = fedcog.cli.main:main" in entries
+    assert metadata["Version"] == VERSION and metadata["Requires-Python"] == ">=3.11"
+    assert {"flair", "flower", "onnx", "privacy"} <= set(metadata.get_all("Provides-Extra", []))
+    assert "fedcog = fedcog.cli.main:main" in entry_points
 
 
-def test_the_sdist_can_be_tested_and_holds_no_runs_or_results(built: Path) -> None:
-    (sdist,) = built.glob("*.tar.gz")
+def test_sdist_contains_tests_and_docs_but_no_results(dist: Path) -> None:
+    (sdist,) = dist.glob("*.tar.gz")
     with tarfile.open(sdist) as file:
         names = {name.partition("/")[2] for name in file.getnames()}
     for name in (
@@ -101,25 +101,16 @@ def test_the_sdist_can_be_tested_and_holds_no_runs_or_results(built: Path) -> No
     ]
 
 
-def test_the_wheels_command_runs(built: Path, tmp_path: Path) -> None:
-    (wheel,) = built.glob("*.whl")
-    words = [
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        "--target",
-        str(tmp_path),
-        str(wheel),
-    ]
-    subprocess.run([sys.executable, "-m", *words], check=True, timeout=120)
-    around = os.environ | {"PYTHONPATH": str(tmp_path)}
+def test_command_of_the_installed_wheel_runs(dist: Path, tmp_path: Path) -> None:
+    (wheel,) = dist.glob("*.whl")
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*install, "--target", str(tmp_path), str(wheel)], check=True, timeout=120)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     code = f"""import fedcog, runpy
-assert fedcog.__file__.startswith({str(tmp_path)!r}), "it is this checkout's, not the wheel's"
+assert fedcog.__file__.startswith({str(tmp_path)!r}), "fedcog of this checkout, not of the wheel"
 runpy.run_path({str(tmp_path / "bin" / "fedcog")!r}, run_name="__main__")"""
     command = [sys.executable, "-c", code, "--version"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=around
+    version = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment
     )
-    assert (done.returncode, done.stdout) == (0, f"fedcog {VERSION}\n"), done.stderr
+    assert (version.returncode, version.stdout) == (0, f"fedcog {VERSION}\n"), version.stderr

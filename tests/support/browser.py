@@ -1,14 +1,18 @@
-"""Drive headless Chromium with Selenium."""
+"""Drive headless Chromium with Selenium, which is imported only when a browser starts."""
 
+from __future__ import annotations
+
+import importlib.util
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
-from selenium.webdriver import Chrome, ChromeOptions
-from selenium.webdriver.chrome.service import Service
+
+if TYPE_CHECKING:
+    from selenium.webdriver import Chrome
 
 WINDOW_SIZES = {"phone": (390, 844), "desktop": (1280, 900)}
 
@@ -17,15 +21,18 @@ WINDOW_SIZES = {"phone": (390, 844), "desktop": (1280, 900)}
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
     """Start Chromium with console logging.
 
-    Without Chromium the test is skipped, or fails if FEDCOG_BROWSER=required (as in CI).
+    Without Selenium or Chromium the test is skipped, or fails if FEDCOG_BROWSER=required (as in
+    CI).
     """
+    if importlib.util.find_spec("selenium") is None:
+        _skip_or_fail("selenium is not installed")
     program = shutil.which("chromium")
     driver = shutil.which("chromedriver")
     if program is None or driver is None:
-        reason = "chromium and chromedriver are not installed"
-        if os.environ.get("FEDCOG_BROWSER") == "required":
-            pytest.fail(reason)
-        pytest.skip(reason)
+        _skip_or_fail("chromium and chromedriver are not installed")
+    from selenium.webdriver import Chrome, ChromeOptions
+    from selenium.webdriver.chrome.service import Service
+
     options = ChromeOptions()
     options.binary_location = program
     profile = tmp_path_factory.mktemp("browser")
@@ -50,6 +57,12 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
         yield driver_session
     finally:
         driver_session.quit()
+
+
+def _skip_or_fail(reason: str) -> NoReturn:
+    if os.environ.get("FEDCOG_BROWSER") == "required":
+        pytest.fail(reason)
+    pytest.skip(reason)
 
 
 def open_page(browser: Chrome, page: Path | str, width: str, media: str = "") -> None:

@@ -45,7 +45,7 @@ def simulate_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], 
         return train_stack(self, spec, runs, *rest)
 
     def move_to_host(self: ClientStates) -> bool:
-        assert not real_move_to_host(self) and self._states  # a CPU's states are there already
+        assert not real_move_to_host(self) and self._states  # states on a CPU cannot move
         moved.append(self)
         return True
 

@@ -153,7 +153,7 @@ def scaffold(case: Case, strength: float = 1.0) -> dict[str, Any]:
         sent = {}
         changes = {}
         for i in case.sampled(r):
-            own = controls.get(i, zeros(x))
+            control = controls.get(i, zeros(x))
             y = dict(x)
             buffer = zeros(x)
             for data, labels in case.batches(r, i):
@@ -162,16 +162,16 @@ def scaffold(case: Case, strength: float = 1.0) -> dict[str, Any]:
                     case,
                     y,
                     buffer,
-                    {name: g[name] + strength * (c[name] - own[name]) for name in y},
+                    {name: g[name] + strength * (c[name] - control[name]) for name in y},
                 )
             step_size = case.lr * effective_steps(case.num_steps(i), case.momentum)
-            new = {
-                name: (x[name] - y[name]) / step_size - strength * (c[name] - own[name])
+            new_control = {
+                name: (x[name] - y[name]) / step_size - strength * (c[name] - control[name])
                 for name in y
             }
             sent[i] = minus(y, x)
-            changes[i] = minus(new, own)
-            controls[i] = new
+            changes[i] = minus(new_control, control)
+            controls[i] = new_control
         x = add(x, mean_of(case, sent))
         for change in changes.values():
             c = add(c, change, 1 / len(case.sizes))
@@ -265,7 +265,7 @@ def feddyn(case: Case, alpha: float, correction: float = 1.0) -> dict[str, Any]:
     for r in range(case.rounds):
         sent = {}
         for i in case.sampled(r):
-            own = memories.get(i, zeros(x))
+            memory = memories.get(i, zeros(x))
             y = dict(x)
             buffer = zeros(x)
             for data, labels in case.batches(r, i):
@@ -274,10 +274,10 @@ def feddyn(case: Case, alpha: float, correction: float = 1.0) -> dict[str, Any]:
                     case,
                     y,
                     buffer,
-                    {name: g[name] + alpha * (y[name] - x[name] - own[name]) for name in y},
+                    {name: g[name] + alpha * (y[name] - x[name] - memory[name]) for name in y},
                 )
             sent[i] = minus(y, x)
-            memories[i] = minus(own, sent[i])
+            memories[i] = minus(memory, sent[i])
         mean = mean_of(case, sent)
         h = add(h, mean, -len(sent) / len(case.sizes))
         x = {name: x[name] + mean[name] - correction * h[name] for name in x}
@@ -625,8 +625,8 @@ def fedrep(case: Case, head_share: float) -> dict[str, Any]:
     for r in range(case.rounds):
         sent = {}
         for i in case.sampled(r):
-            own = heads.get(i, {name: start[name] for name in HEAD})
-            y = {**body, **own}
+            client_head = heads.get(i, {name: start[name] for name in HEAD})
+            y = {**body, **client_head}
             buffer = zeros(y)
             head_steps = round(head_share * case.num_steps(i))
             for t, (data, labels) in enumerate(case.batches(r, i)):
@@ -649,17 +649,13 @@ def ditto(case: Case, lambda_pull: float) -> dict[str, Any]:
     for r in range(case.rounds):
         sent = {}
         for i in case.sampled(r):
-            own = dict(personal.get(i, x))
+            personal_model = dict(personal.get(i, x))
             buffer = zeros(x)
             for data, labels in case.batches(r, i):
-                g = risk_grad(own, data, labels)
-                sgd(
-                    case,
-                    own,
-                    buffer,
-                    {name: g[name] + lambda_pull * (own[name] - x[name]) for name in own},
-                )
-            personal[i] = own
+                g = risk_grad(personal_model, data, labels)
+                pull = minus(personal_model, x)
+                sgd(case, personal_model, buffer, add(g, pull, lambda_pull))
+            personal[i] = personal_model
             sent[i] = local_sgd(case, x, r, i)
         x = add(x, mean_of(case, sent))
     return {"params": x, "personal": personal}

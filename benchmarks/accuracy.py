@@ -1,15 +1,15 @@
-"""Whether a faster way of computing learns as well: first-round losses and test accuracy by mapping
-and precision.
+"""Compare mappings and precisions: first-round losses and test accuracy.
 
     python benchmarks/accuracy.py --data DIR --out results/accuracy \\
         --ways vmap,float32 graph,float32 graph,tf32 graph,bfloat16 \\
         [--algorithm fedavg] [--rounds 20] [--seeds 0 1 2] [--time-budget 500]
 
-CIFAR-10 over ten clients (Dirichlet 0.1), the paper's CNN, 400 steps of batch 64. Every run of one
-mapping, precision and seed is a file in the folder --out; finished ones are not run again, so that
-the same command goes on where it was stopped. It stops by itself before --time-budget seconds.
-Losses are each client's mean over its first round, compared with those of the first way named;
-accuracies are of the global model, after the last round and at its best.
+CIFAR-10 on ten clients (Dirichlet 0.1), the paper's CNN, 400 steps of batch 64. Every run (mapping,
+precision, seed) is a file in the folder --out. Finished runs are not repeated: to continue, give
+the same command again. The script stops before --time-budget seconds have passed.
+
+Losses are each client's mean over its first round, compared with those of the first entry of
+--ways. Accuracies are the global model's, after the last round and in the best round.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import common
 
@@ -28,15 +28,43 @@ from fedcog.data import Dataset
 from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.environment import find_device
 
-Run = dict[str, Any]
+
+class RunRecord(TypedDict):
+    """The file of a finished run.
+
+    Attributes:
+        losses: Mean loss of each client in the first round.
+        accuracies: Test accuracy of the global model after every round.
+        seconds: Wall time of the run.
+        settings: The settings that decide the result.
+    """
+
+    losses: list[float]
+    accuracies: list[float]
+    seconds: float
+    settings: dict[str, Any]
 
 
-def setting(options: argparse.Namespace, mapping: str, precision: str, seed: int) -> Experiment:
-    """One run's settings; the precision "tf32" is float32 with TF32 allowed."""
-    small: dict[str, Any] = (
-        {"clients": 3, "local_steps": 3, "batch_size": 8} if options.tiny else {}
-    )
-    return common.experiment(
+Runs = dict[str, dict[int, RunRecord]]
+"""Finished runs by way ("mapping,precision") and seed."""
+
+
+def make_experiment(
+    options: argparse.Namespace, mapping: str, precision: str, seed: int
+) -> Experiment:
+    """Return the experiment of one run.
+
+    Args:
+        options: The command line.
+        mapping: How clients train.
+        precision: As in `fedcog run`, or "tf32" for float32 with TF32 allowed.
+        seed: The seed.
+
+    Returns:
+        The experiment.
+    """
+    tiny_settings: dict[str, Any] = {"clients": 3, "local_steps": 3, "batch_size": 8}
+    return common.paper_experiment(
         options.algorithm,
         mapping=mapping,
         precision="float32" if precision == "tf32" else precision,
@@ -45,34 +73,46 @@ def setting(options: argparse.Namespace, mapping: str, precision: str, seed: int
         rounds=options.rounds,
         evaluate_local=False,
         device=str(options.device),
-        **small,
+        **(tiny_settings if options.tiny else {}),
     )
 
 
-def carry_out(experiment: Experiment, data: Dataset, deadline: float) -> Run | None:
-    """What comes of a run; nothing if the time is over before its end."""
+def run_until_deadline(
+    experiment: Experiment, dataset: Dataset, deadline: float
+) -> RunRecord | None:
+    """Run an experiment, unless it would end after the deadline.
+
+    Args:
+        experiment: The experiment.
+        dataset: Its data set.
+        deadline: Time of `time.monotonic` at which to stop.
+
+    Returns:
+        The record of the run; None if there was not enough time.
+    """
     losses: list[float] = []
     accuracies: list[float] = []
-    began = last = time.monotonic()
-    with contextlib.closing(common.rounds(experiment, data)) as running:
-        for done in running:
+    start_time = time.monotonic()
+    last_time = start_time
+    with contextlib.closing(common.run_rounds(experiment, dataset)) as rounds:
+        for finished_round in rounds:
             now = time.monotonic()
-            losses = losses or [client["loss"] for client in done.record.local]
-            accuracies.append(done.record.scores["accuracy"])
-            if now + (now - last) > deadline and len(accuracies) < experiment.rounds:
+            losses = losses or [client["loss"] for client in finished_round.record.local]
+            accuracies.append(finished_round.record.scores["accuracy"])
+            round_seconds = now - last_time
+            if now + round_seconds > deadline and len(accuracies) < experiment.rounds:
                 return None
-            last = now
-    seconds = time.monotonic() - began
+            last_time = now
     return {
         "losses": losses,
         "accuracies": accuracies,
-        "seconds": seconds,
-        "settings": _settings(experiment),
+        "seconds": time.monotonic() - start_time,
+        "settings": _result_settings(experiment),
     }
 
 
-def _settings(experiment: Experiment) -> Run:
-    """What decides the result, without where things lie."""
+def _result_settings(experiment: Experiment) -> dict[str, Any]:
+    """Return the settings that decide the result, without those of the machine."""
     return {
         name: value
         for name, value in experiment.to_dict().items()
@@ -80,109 +120,147 @@ def _settings(experiment: Experiment) -> Run:
     }
 
 
-def finished(place: Path, experiment: Experiment) -> Run | None:
-    """The run recorded at `place`, where there is one of these very settings."""
-    if not place.exists():
+def read_run(path: Path, experiment: Experiment) -> RunRecord | None:
+    """Read a finished run.
+
+    Args:
+        path: File of the run.
+        experiment: The experiment that it must be of.
+
+    Returns:
+        The record; None if the file does not exist.
+
+    Raises:
+        SystemExit: If the file has other settings.
+    """
+    if not path.exists():
         return None
-    run: Run = json.loads(place.read_text(encoding="utf-8"))
-    if run["settings"] != json.loads(json.dumps(_settings(experiment))):
-        raise SystemExit(f"{place} is of other settings: choose another --out.")
+    run: RunRecord = json.loads(path.read_text(encoding="utf-8"))
+    if run["settings"] != json.loads(json.dumps(_result_settings(experiment))):
+        raise SystemExit(f"{path} has other settings: choose another --out.")
     return run
 
 
-def gather(options: argparse.Namespace, data: Dataset) -> dict[str, dict[int, Run]]:
-    """All runs there are by way of computing and seed, as many more of them as time allows."""
+def write_run(path: Path, run: RunRecord | None) -> None:
+    """Write a finished run, completely or not at all.
+
+    Args:
+        path: File of the run.
+        run: The record; None if there was not enough time, which is only printed.
+    """
+    if run is None:
+        print(f"{path.name}: no time left", file=sys.stderr)
+        return
+    temporary_path = path.with_suffix(".part")
+    temporary_path.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
+    temporary_path.replace(path)
+    accuracy = 100 * run["accuracies"][-1]
+    print(f"{path.name}: {accuracy:.2f} %, {run['seconds']:.1f} s", file=sys.stderr)
+
+
+def collect_runs(options: argparse.Namespace, dataset: Dataset) -> Runs:
+    """Read finished runs, and run missing ones while there is time.
+
+    Args:
+        options: The command line.
+        dataset: The data set.
+
+    Returns:
+        All finished runs.
+    """
     deadline = time.monotonic() + options.time_budget
-    longest = dict.fromkeys(options.ways, 0.0)
-    found: dict[str, dict[int, Run]] = {way: {} for way in options.ways}
+    longest_seconds = dict.fromkeys(options.ways, 0.0)
+    runs: Runs = {way: {} for way in options.ways}
     for seed, way in itertools.product(options.seeds, options.ways):
         mapping, precision = way.split(",")
-        experiment = setting(options, mapping, precision, seed)
-        place = options.out / f"{options.algorithm}-{mapping}-{precision}-seed-{seed}.json"
-        run = finished(place, experiment)
-        if run is None and time.monotonic() + longest[way] < deadline:
-            run = carry_out(experiment, data, deadline)
-            longest[way] = float("inf") if run is None else max(longest[way], run["seconds"])
-            keep(place, run)
+        experiment = make_experiment(options, mapping, precision, seed)
+        path = options.out / f"{options.algorithm}-{mapping}-{precision}-seed-{seed}.json"
+        run = read_run(path, experiment)
+        if run is None and time.monotonic() + longest_seconds[way] < deadline:
+            run = run_until_deadline(experiment, dataset, deadline)
+            seconds = float("inf") if run is None else run["seconds"]
+            longest_seconds[way] = max(longest_seconds[way], seconds)
+            write_run(path, run)
         if run is not None:
-            found[way][seed] = run
-    return found
+            runs[way][seed] = run
+    return runs
 
 
-def keep(place: Path, run: Run | None) -> None:
-    """Record a run that came to its end, whole or not at all."""
-    if run is None:
-        print(f"{place.name}: no time left", file=sys.stderr)
-        return
-    part = place.with_suffix(".part")
-    part.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
-    part.replace(place)
-    print(
-        f"{place.name}: {100 * run['accuracies'][-1]:.2f} %, {run['seconds']:.1f} s",
-        file=sys.stderr,
-    )
-
-
-def loss_table(found: dict[str, dict[int, Run]]) -> str:
-    """How far the clients' first-round losses lie from those of the first way, at most."""
-    (first, base), *others = found.items()
+def loss_table(runs: Runs) -> str:
+    """Format how much first-round losses differ from those of the first way."""
+    (reference_way, reference_runs), *other_ways = runs.items()
     rows = []
-    for way, runs in others:
-        for seed in sorted(base.keys() & runs.keys()):
-            pairs = zip(base[seed]["losses"], runs[seed]["losses"], strict=True)
-            gaps = [abs(mine - theirs) / abs(theirs) for theirs, mine in pairs]
-            rows.append([way, str(seed), f"{max(gaps):.1e}", f"{statistics.mean(gaps):.1e}"])
-    head = ["mapping, precision", "seed", f"largest relative difference from {first}", "mean"]
-    return common.table(head, rows) if rows else ""
-
-
-def accuracy_table(found: dict[str, dict[int, Run]], rounds: int) -> str:
-    """Mean and sample deviation over seeds, and every seed."""
-    rows = []
-    for way, runs in found.items():
-        last = [100 * runs[seed]["accuracies"][-1] for seed in sorted(runs)]
-        best = [100 * max(runs[seed]["accuracies"]) for seed in sorted(runs)]
-        seconds = (
-            f"{statistics.median(run['seconds'] for run in runs.values()):.1f} s" if runs else "-"
-        )
-        rows.append(
-            [
-                way,
-                _spread(last),
-                ", ".join(f"{score:.2f}" for score in last),
-                _spread(best),
-                seconds,
+    for way, way_runs in other_ways:
+        for seed in sorted(reference_runs.keys() & way_runs.keys()):
+            losses = way_runs[seed]["losses"]
+            reference_losses = reference_runs[seed]["losses"]
+            differences = [
+                abs(loss - reference) / abs(reference)
+                for loss, reference in zip(losses, reference_losses, strict=True)
             ]
+            largest = f"{max(differences):.1e}"
+            mean = f"{statistics.mean(differences):.1e}"
+            rows.append([way, str(seed), largest, mean])
+    head = [
+        "mapping, precision",
+        "seed",
+        f"largest relative difference from {reference_way}",
+        "mean",
+    ]
+    return common.markdown_table(head, rows) if rows else ""
+
+
+def accuracy_table(runs: Runs, num_rounds: int) -> str:
+    """Format mean and standard deviation over seeds, and the accuracy of every seed.
+
+    Args:
+        runs: All finished runs.
+        num_rounds: Rounds of every run.
+
+    Returns:
+        A Markdown table.
+    """
+    rows = []
+    for way, way_runs in runs.items():
+        last = [100 * way_runs[seed]["accuracies"][-1] for seed in sorted(way_runs)]
+        best = [100 * max(way_runs[seed]["accuracies"]) for seed in sorted(way_runs)]
+        by_seed = ", ".join(f"{score:.2f}" for score in last)
+        median_seconds = "-"
+        if way_runs:
+            median = statistics.median(run["seconds"] for run in way_runs.values())
+            median_seconds = f"{median:.1f} s"
+        rows.append(
+            [way, _mean_and_deviation(last), by_seed, _mean_and_deviation(best), median_seconds]
         )
     head = [
         "mapping, precision",
-        f"test accuracy after {rounds} rounds, %",
+        f"test accuracy after {num_rounds} rounds, %",
         "by seed",
         "best, %",
         "median run",
     ]
-    return common.table(head, rows)
+    return common.markdown_table(head, rows)
 
 
-def _spread(scores: list[float]) -> str:
+def _mean_and_deviation(scores: list[float]) -> str:
     if len(scores) < 2:
         return ", ".join(f"{score:.2f}" for score in scores) or "-"
     return f"{statistics.mean(scores):.2f} ± {statistics.stdev(scores):.2f}"
 
 
 def main() -> None:
-    """Run what is missing, as time allows, and write down what there is."""
-    parser = common.parser(__doc__, "results/accuracy")
+    """Run what is missing while there is time, and write the tables."""
+    parser = common.make_parser(__doc__, "results/accuracy")
     parser.add_argument(
         "--ways",
         nargs="+",
         default=["vmap,float32", "graph,float32", "graph,tf32", "graph,bfloat16"],
-        help="mapping,precision of each way; the first is what the others are compared with",
+        help="mapping,precision pairs to run; the first is the reference for the others",
     )
     parser.add_argument(
         "--algorithm",
         default="fedavg",
-        help="as in fedcog run; FedCOG is awake from the first round",
+        help="as in fedcog run; FedCOG generates from the first round on",
     )
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
@@ -190,7 +268,7 @@ def main() -> None:
         "--time-budget",
         type=float,
         default=float("inf"),
-        help="seconds after which nothing is begun",
+        help="seconds after which no run starts",
     )
     options = parser.parse_args()
     if options.tiny:
@@ -202,23 +280,20 @@ def main() -> None:
         )
     options.device = find_device(options.device)
     options.out.mkdir(parents=True, exist_ok=True)
-    data = common.images(options.data, *((300, 100) if options.tiny else ()))
-    found = gather(options, data)
-    wanted = len(found) * len(options.seeds)
-    there = sum(len(runs) for runs in found.values())
-    parts = [
-        f"{options.algorithm}, {there} of {wanted} runs done.",
-        accuracy_table(found, options.rounds),
-        loss_table(found),
+    num_images = (300, 100) if options.tiny else ()
+    dataset = common.load_images(options.data, *num_images)
+    runs = collect_runs(options, dataset)
+    num_requested = len(runs) * len(options.seeds)
+    num_finished = sum(len(way_runs) for way_runs in runs.values())
+    paragraphs = [
+        f"{options.algorithm}, {num_finished} of {num_requested} runs done.",
+        accuracy_table(runs, options.rounds),
     ]
-    facts = common.about(options.device, options.data)
-    common.write(
-        options.out / "summary.md",
-        "Accuracy",
-        facts,
-        [part for part in parts if part],
-        {"runs": found},
-    )
+    losses = loss_table(runs)
+    if losses:
+        paragraphs.append(losses)
+    facts = common.describe_environment(options.device, options.data)
+    common.write_report(options.out / "summary.md", "Accuracy", facts, paragraphs, {"runs": runs})
     print((options.out / "summary.md").read_text())
 
 

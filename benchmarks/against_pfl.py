@@ -1,20 +1,24 @@
-"""Rounds of pfl-research and of this engine on pfl-research's own published benchmark, in one
-process on one device.
+"""Compare rounds of fedcog and pfl-research on pfl-research's published benchmark, on one device.
 
 python benchmarks/against_pfl.py --out results/pfl.md [--rounds 100] [--mapping auto]
 
-`pfl` 0.6.0 (`pip install pfl[pytorch]`) must be importable. The setting is apple/pfl-research's
-benchmarks/image_classification/configs/baseline.yaml: CIFAR-10 IID, 1,000 users of 50 images, 50 of
-them a round, one local epoch of batch 10, SGD at 0.1 without momentum, central learning rate 1,
-users weighted alike, no augmentation, a CNN of 2 convolutions and 2 linear layers. Its dropout
-(0.25 and 0.5) is left out on both sides, since this engine refuses networks that draw random
-numbers; pfl with it is shown beside. pfl gets its fastest way: all data on the device as normalised
-floats beforehand, user data sets built once, no privacy mechanism, metrics not printed, cuDNN's
-search on; of several variants (memory layout, fused SGD, torch.compile) the best of a trial is
-timed. No timed round is evaluated.
+Needs `pfl` 0.6.0 (`pip install pfl[pytorch]`). Both run in one process.
+
+The settings are those of apple/pfl-research's
+benchmarks/image_classification/configs/baseline.yaml: CIFAR-10 IID, 1,000 users of 50 images, 50
+users in a round, one local epoch of batch 10, SGD at 0.1 without momentum, central learning rate 1,
+equal weights of users, no augmentation, and a CNN with 2 convolutions and 2 linear layers. Its
+dropout (0.25 and 0.5) is left out on both sides, because fedcog's engine rejects networks that draw
+random numbers. pfl with dropout is listed for comparison.
+
+pfl runs as fast as it can: all data on the device as normalized floats beforehand, user data sets
+built once, no privacy mechanism, no printed metrics, and cuDNN's search for the fastest algorithm.
+A trial finds the fastest of several variants (memory layout, fused SGD, torch.compile), which is
+then timed. Timed rounds are not evaluated.
 """
 
 import argparse
+import contextlib
 import functools
 import importlib.metadata
 import os
@@ -36,14 +40,21 @@ from fedcog.runs.setup import ExperimentSetup, UserObjects
 
 
 class Variant(NamedTuple):
-    """A way to run pfl."""
+    """A way to run pfl.
+
+    Attributes:
+        name: Name in the table.
+        channels_last: Whether images are stored as `(N, 32, 32, 3)` and permuted by the network,
+            as in the published code.
+        fused: Whether SGD is fused.
+        compile_mode: Mode of torch.compile; "" for none.
+        dropout: Whether the network has dropout.
+    """
 
     name: str
-    channels_last: bool = (
-        False  # images stored [n, 32, 32, 3] and turned by the network, as published
-    )
+    channels_last: bool = False
     fused: bool = False
-    compiled: str = ""  # torch.compile's mode
+    compile_mode: str = ""
     dropout: bool = False
 
 
@@ -53,68 +64,79 @@ VARIANTS = [
     Variant("channels first"),
     Variant("as published, no dropout, fused SGD", channels_last=True, fused=True),
     Variant("channels first, fused SGD", fused=True),
-    Variant("channels first, fused SGD, torch.compile", fused=True, compiled="default"),
+    Variant("channels first, fused SGD, torch.compile", fused=True, compile_mode="default"),
     Variant(
         "channels first, fused SGD, torch.compile with CUDA graphs",
         fused=True,
-        compiled="reduce-overhead",
+        compile_mode="reduce-overhead",
     ),
 ]
 
 
-def network(dropout: bool = False) -> nn.Module:
-    """pfl's `simple_cnn` behind its turn of the axes, from seed 0."""
+class Trial(NamedTuple):
+    """Trial rounds of all variants of pfl.
+
+    Attributes:
+        seconds: Seconds of the trial rounds, by variant.
+        failures: Why a variant did not run.
+    """
+
+    seconds: dict[Variant, list[float]]
+    failures: dict[Variant, str]
+
+
+def make_network(dropout: bool = False) -> nn.Module:
+    """Build pfl's `simple_cnn` for images with channels first, from seed 0."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        module = nn.Sequential(
-            *(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2)),
-            *([nn.Dropout(0.25)] if dropout else []),
-            *(nn.Flatten(), nn.Linear(64 * 14 * 14, 128), nn.ReLU()),
-            *([nn.Dropout(0.5)] if dropout else []),
-            nn.Linear(128, 10),
-        )
-        for part in module:
-            if isinstance(part, nn.Conv2d | nn.Linear):
-                nn.init.xavier_uniform_(part.weight)
-    return module
+        layers = [nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU()]
+        layers += [nn.MaxPool2d(2)]
+        layers += [nn.Dropout(0.25)] if dropout else []
+        layers += [nn.Flatten(), nn.Linear(64 * 14 * 14, 128), nn.ReLU()]
+        layers += [nn.Dropout(0.5)] if dropout else []
+        layers += [nn.Linear(128, 10)]
+        for layer in layers:
+            if isinstance(layer, nn.Conv2d | nn.Linear):
+                nn.init.xavier_uniform_(layer.weight)
+    return nn.Sequential(*layers)
 
 
-class ForPfl(nn.Module):
-    """The network with what pfl asks of one: a loss and metrics."""
+class PflNetwork(nn.Module):
+    """The network with the methods that pfl requires: a loss and metrics."""
 
     def __init__(self, variant: Variant) -> None:
         super().__init__()
-        self.network = network(variant.dropout)
+        self.network = make_network(variant.dropout)
         self.channels_last = variant.channels_last
-        if variant.compiled:
-            self.network.compile(mode=variant.compiled)
+        if variant.compile_mode:
+            self.network.compile(mode=variant.compile_mode)
 
     def logits(self, x: Tensor) -> Tensor:
-        """The logits of a batch."""
-        found: Tensor = self.network(x.permute(0, 3, 1, 2) if self.channels_last else x)
-        return found
+        """Return the logits of a batch, `(B, 10)`."""
+        logits: Tensor = self.network(x.permute(0, 3, 1, 2) if self.channels_last else x)
+        return logits
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """What a step minimises."""
+        """Return the loss of a step."""
         return F.cross_entropy(self.logits(x), y)
 
     def metrics(self, x: Tensor, y: Tensor) -> dict[str, Any]:
-        """Asked for in the first round alone, which is not timed."""
+        """Return the loss as a metric; pfl calls this only in the first round, of the warm-up."""
         from pfl.metrics import Weighted
 
         with torch.no_grad():
             return {"loss": Weighted(float(self.loss(x, y)) * len(y), len(y))}
 
 
-class Stopwatch:
-    """A pfl callback that takes the time after every round."""
+class TimingCallback:
+    """A pfl callback that records the time at the end of every round."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.ends = list[float]()
+        self.end_times = list[float]()
 
     def on_train_begin(self, *, model: Any) -> Any:
-        """Nothing to say."""
+        """Return no metrics."""
         from pfl.metrics import Metrics
 
         return Metrics()
@@ -122,35 +144,58 @@ class Stopwatch:
     def after_central_iteration(
         self, aggregate_metrics: Any, model: Any, *, central_iteration: int
     ) -> Any:
-        """Note when the device had finished; go on."""
+        """Record when the device finished the round, and continue training."""
         from pfl.metrics import Metrics
 
-        self.ends.append(common.now(self.device))
+        self.end_times.append(common.synchronized_time(self.device))
         return False, Metrics()
 
     def on_train_end(self, *, model: Any) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
-def users(ready: ExperimentSetup, channels_last: bool) -> Callable[[int], Any]:
-    """Every user's data set, built once, as views of normalised floats on the device."""
-    from pfl.data.dataset import Dataset as UserData
+def make_user_datasets(setup: ExperimentSetup, channels_last: bool) -> Callable[[int], Any]:
+    """Build the data set of every user once, as views of normalized floats on the device.
 
-    order = torch.cat(ready.indices).to(ready.device)
-    x = torch.cat(
-        [ready.data.to_inputs(ready.data.train_x[part]) for part in torch.split(order, 5000)]
-    )
+    Args:
+        setup: The experiment's data.
+        channels_last: Whether images are `(N, 32, 32, 3)`.
+
+    Returns:
+        A function from a user's number to the data set.
+    """
+    from pfl.data.dataset import Dataset as UserDataset
+
+    data = setup.data
+    order = torch.cat(setup.indices).to(setup.device)
+    chunks = torch.split(order, 5000)
+    x = torch.cat([data.to_inputs(data.train_x[chunk]) for chunk in chunks])
     x = x.permute(0, 2, 3, 1).contiguous() if channels_last else x
-    sizes = [len(own) for own in ready.indices]
-    parts = zip(torch.split(x, sizes), torch.split(ready.data.train_y[order], sizes), strict=True)
-    built = [UserData(part, user_id=str(user)) for user, part in enumerate(parts)]
-    return built.__getitem__
+    sizes = [len(indices) for indices in setup.indices]
+    user_arrays = zip(torch.split(x, sizes), torch.split(data.train_y[order], sizes), strict=True)
+    datasets = [UserDataset(arrays, user_id=str(user)) for user, arrays in enumerate(user_arrays)]
+    return datasets.__getitem__
 
 
-def pfl_run(
-    ready: ExperimentSetup, variant: Variant, cohort: int, rounds: int, sampler: str = "random"
-) -> tuple[Stopwatch, Any]:
-    """Some rounds of pfl in one variant, and the network after them."""
+def run_pfl(
+    setup: ExperimentSetup,
+    variant: Variant,
+    cohort_size: int,
+    num_rounds: int,
+    sampler: str = "random",
+) -> tuple[TimingCallback, Any]:
+    """Run rounds of pfl.
+
+    Args:
+        setup: The experiment's data.
+        variant: How to run it.
+        cohort_size: Users in a round.
+        num_rounds: Rounds.
+        sampler: pfl's sampler of users.
+
+    Returns:
+        The end times of the rounds, and the network after the last.
+    """
     from pfl.aggregate.simulate import SimulatedBackend
     from pfl.aggregate.weighting import WeightByUser
     from pfl.algorithm import FederatedAveraging, NNAlgorithmParams
@@ -159,21 +204,23 @@ def pfl_run(
     from pfl.hyperparam import NNEvalHyperParams, NNTrainHyperParams
     from pfl.model.pytorch import PyTorchModel
 
-    module = ForPfl(variant).to(ready.device)
-    experiment = ready.experiment
-    everybody = get_user_sampler(sampler, range(ready.data.num_clients))
-    data = FederatedDataset(users(ready, variant.channels_last), everybody)
-    local = functools.partial(torch.optim.SGD, fused=True) if variant.fused else torch.optim.SGD
-    model = PyTorchModel(module, local, torch.optim.SGD(module.parameters(), 1.0))
-    clock = Stopwatch(ready.device)
+    network = PflNetwork(variant).to(setup.device)
+    experiment = setup.experiment
+    user_sampler = get_user_sampler(sampler, range(setup.data.num_clients))
+    dataset = FederatedDataset(make_user_datasets(setup, variant.channels_last), user_sampler)
+    local_optimizer: Any = torch.optim.SGD
+    if variant.fused:
+        local_optimizer = functools.partial(torch.optim.SGD, fused=True)
+    model = PyTorchModel(network, local_optimizer, torch.optim.SGD(network.parameters(), 1.0))
+    timing = TimingCallback(setup.device)
     FederatedAveraging().run(
         NNAlgorithmParams(
-            central_num_iterations=rounds,
+            central_num_iterations=num_rounds,
             evaluation_frequency=10**9,
-            train_cohort_size=cohort,
+            train_cohort_size=cohort_size,
             val_cohort_size=0,
         ),
-        SimulatedBackend(training_data=data, val_data=data, postprocessors=[WeightByUser()]),
+        SimulatedBackend(training_data=dataset, val_data=dataset, postprocessors=[WeightByUser()]),
         model,
         NNTrainHyperParams(
             local_batch_size=experiment.batch_size,
@@ -181,27 +228,46 @@ def pfl_run(
             local_learning_rate=experiment.lr,
         ),
         NNEvalHyperParams(local_batch_size=None),
-        callbacks=[clock],
+        callbacks=[timing],
         send_metrics_to_platform=False,
     )
-    return clock, module
+    return timing, network
 
 
-def pfl_seconds(
-    ready: ExperimentSetup, variant: Variant, cohort: int, warm: int, count: int
+def time_pfl(
+    setup: ExperimentSetup, variant: Variant, cohort_size: int, num_warmup: int, num_timed: int
 ) -> list[float]:
-    """Seconds of `count` rounds of pfl after `warm` others."""
-    common.clean(ready.device)
+    """Measure the wall time of pfl's rounds after a warm-up.
+
+    Args:
+        setup: The experiment's data.
+        variant: How to run pfl.
+        cohort_size: Users in a round.
+        num_warmup: Rounds before the timed ones.
+        num_timed: Timed rounds.
+
+    Returns:
+        Seconds of every timed round.
+    """
+    common.free_memory(setup.device)
     with torch.backends.cudnn.flags(
         enabled=True, benchmark=True, allow_tf32=torch.backends.cudnn.allow_tf32
     ):
-        ends = pfl_run(ready, variant, cohort, warm + count)[0].ends
-    return [after - before for before, after in zip(ends[warm - 1 :], ends[warm:], strict=False)]
+        timing, _ = run_pfl(setup, variant, cohort_size, num_warmup + num_timed)
+    return common.seconds_between(timing.end_times, num_warmup)
 
 
-def setting(options: argparse.Namespace, **others: Any) -> Experiment:
-    """The published setting in this engine's words."""
-    chosen: dict[str, Any] = {
+def make_experiment(options: argparse.Namespace, **settings: Any) -> Experiment:
+    """Return the published settings as an experiment of fedcog.
+
+    Args:
+        options: The command line.
+        **settings: Settings that differ from the published ones.
+
+    Returns:
+        The experiment.
+    """
+    published_settings: dict[str, Any] = {
         "partition": "iid",
         "clients": options.users,
         "participation": options.cohort / options.users,
@@ -216,60 +282,136 @@ def setting(options: argparse.Namespace, **others: Any) -> Experiment:
         "device": str(options.device),
         "mapping": options.mapping,
     }
-    return common.experiment(**chosen | others)
+    return common.paper_experiment(**published_settings | settings)
 
 
-def check(options: argparse.Namespace, data: Dataset) -> float:
-    """How far both are apart after one round of ten users who take all they have as one batch:
-    order plays no part.
+def check_agreement(options: argparse.Namespace, dataset: Dataset) -> float:
+    """Check that fedcog and pfl compute the same round.
+
+    Ten users each train on all their examples in one batch, so that the order does not matter.
+
+    Args:
+        options: The command line.
+        dataset: A small data set.
+
+    Returns:
+        The largest difference of a parameter after the round.
+
+    Raises:
+        SystemExit: If they differ by more than rounding explains.
     """
-    alike = setting(options, clients=10, participation=1.0, batch_size=len(data.train_y) // 10)
+    batch_size = len(dataset.train_y) // 10
+    experiment = make_experiment(options, clients=10, participation=1.0, batch_size=batch_size)
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        ready = ExperimentSetup(alike, UserObjects(data, network()))
-        _, theirs = pfl_run(ready, Variant("channels first"), 10, 1, "minimize_reuse")
-        ours = next(common.rounds(common.unscored(alike, 1), data, network())).server["params"]
-    gap = max(
-        float((ours[name] - value.detach()).abs().max())
-        for name, value in theirs.network.named_parameters()
+        setup = ExperimentSetup(experiment, UserObjects(dataset, make_network()))
+        _, pfl_network = run_pfl(setup, Variant("channels first"), 10, 1, "minimize_reuse")
+        one_round = common.without_evaluation(experiment, 1)
+        with contextlib.closing(common.run_rounds(one_round, dataset, make_network())) as rounds:
+            fedcog_params = next(rounds).server["params"]
+    difference = max(
+        float((fedcog_params[name] - value.detach()).abs().max())
+        for name, value in pfl_network.network.named_parameters()
     )
-    if not gap < 1e-4:
+    if not difference < 1e-4:
         raise SystemExit(
-            f"the two do not do the same arithmetic: a parameter differs by {gap:.1e}."
+            f"fedcog and pfl do not compute the same: a parameter differs by {difference:.1e}."
         )
-    return gap
+    return difference
 
 
-def trial(
-    ready: ExperimentSetup, options: argparse.Namespace
-) -> tuple[dict[Variant, list[float]], dict[Variant, str]]:
-    """Some rounds of every variant; and of those that do not run, why."""
-    found = dict[Variant, list[float]]()
-    failed = dict[Variant, str]()
+def try_variants(setup: ExperimentSetup, options: argparse.Namespace) -> Trial:
+    """Measure a few rounds of every variant of pfl.
+
+    Args:
+        setup: The experiment's data.
+        options: The command line.
+
+    Returns:
+        Seconds by variant, and the reasons of variants that failed.
+    """
+    trial = Trial({}, {})
     for variant in [PUBLISHED, *VARIANTS]:
-        if variant.compiled and ready.device.type != "cuda":
-            failed[variant] = "tried on a GPU only"
+        if variant.compile_mode and setup.device.type != "cuda":
+            trial.failures[variant] = "tried on a GPU only"
             continue
         try:
-            found[variant] = pfl_seconds(
-                ready, variant, options.cohort, options.warm, options.trial
+            trial.seconds[variant] = time_pfl(
+                setup, variant, options.cohort, options.warm, options.trial
             )
         except RuntimeError as error:
-            failed[variant] = f"{type(error).__name__}: {error}".splitlines()[0]
+            trial.failures[variant] = f"{type(error).__name__}: {error}".splitlines()[0]
         print(f"tried: pfl, {variant.name}", file=sys.stderr)
-    return found, failed
+    return trial
+
+
+def format_median(seconds: list[float]) -> str:
+    """Format the median in milliseconds."""
+    return f"{1e3 * statistics.median(seconds):.2f} ms"
+
+
+def write_results(
+    options: argparse.Namespace,
+    trial: Trial,
+    best_variant: Variant,
+    seconds: dict[str, list[float]],
+    difference: float,
+) -> None:
+    """Write the comparison, and the trial of pfl's variants.
+
+    Args:
+        options: The command line.
+        trial: Trial rounds of all variants.
+        best_variant: The fastest variant.
+        seconds: Timed rounds of "pfl" and "fedcog".
+        difference: Result of `check_agreement`.
+    """
+    medians = {name: statistics.median(round_seconds) for name, round_seconds in seconds.items()}
+    details = {"pfl": best_variant.name, "fedcog": f"mapping {options.mapping}"}
+    rows = []
+    for name, round_seconds in seconds.items():
+        speed = medians["pfl"] / medians[name]
+        total = f"{sum(round_seconds):.3f} s"
+        rows.append(
+            [f"{name} ({details[name]})", format_median(round_seconds), total, f"{speed:.1f} x"]
+        )
+    variant_rows = [
+        [variant.name, format_median(round_seconds)]
+        for variant, round_seconds in trial.seconds.items()
+    ]
+    variant_rows += [[variant.name, reason] for variant, reason in trial.failures.items()]
+    paragraphs = [
+        f"{options.users} users, {options.cohort} in a round, one epoch of batch 10 each, after "
+        f"{options.warm} rounds of warm-up. No dropout on either side unless a row says so. pfl "
+        "runs in one process; it can also distribute a cohort over several, which is not measured "
+        "here.",
+        common.markdown_table(["", "median round", f"{options.rounds} rounds", "speed"], rows),
+        f"pfl's variants, median of {options.trial} rounds each:",
+        common.markdown_table(["variant", "round"], variant_rows),
+        "After one round of ten users with one batch each, the largest difference of a "
+        f"parameter is {difference:.1e}.",
+    ]
+    results = {
+        "seconds": seconds,
+        "variants": {variant.name: values for variant, values in trial.seconds.items()},
+        "difference": difference,
+    }
+    facts = common.describe_environment(options.device, options.data)
+    facts["pfl"] = importlib.metadata.version("pfl")
+    common.write_report(options.out, "Against pfl-research", facts, paragraphs, results)
+    print(options.out.with_suffix(".md").read_text())
 
 
 def main() -> None:
-    """Check that both do the same, find pfl's best variant, time both."""
-    parser = common.parser(__doc__, "results/pfl.md")
+    """Check that both compute the same, find pfl's fastest variant, and time both."""
+    parser = common.make_parser(__doc__, "results/pfl.md")
     parser.add_argument("--users", type=int, default=1000)
     parser.add_argument("--cohort", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=100, help="timed rounds of each")
-    parser.add_argument("--warm", type=int, default=5, help="rounds before those")
+    parser.add_argument("--warm", type=int, default=5, help="rounds of warm-up before them")
     parser.add_argument(
         "--trial", type=int, default=10, help="timed rounds of each variant of pfl in the trial"
     )
-    parser.add_argument("--mapping", default="auto", help="how this engine runs clients")
+    parser.add_argument("--mapping", default="auto", help="how clients of fedcog train")
     options = parser.parse_args()
     if options.tiny:
         options.users = 20
@@ -278,72 +420,24 @@ def main() -> None:
         options.warm = 1
         options.trial = 2
     options.device = find_device(options.device)
-    os.environ["PFL_PYTORCH_DEVICE"] = str(options.device)  # else pfl asks for a GPU at every batch
+    # Otherwise pfl queries the GPU at every batch.
+    os.environ["PFL_PYTORCH_DEVICE"] = str(options.device)
     np.random.seed(0)
-    data = common.images(options.data, *((50 * options.users, 100) if options.tiny else ()))
-    small = common.images(None, 500, 10)
-    gap = check(options, small)
-    ready = ExperimentSetup(setting(options), UserObjects(data, network()))
-    tried, failed = trial(ready, options)
-    best = min(tried.keys() - {PUBLISHED}, key=lambda variant: statistics.median(tried[variant]))
-    theirs = pfl_seconds(ready, best, options.cohort, options.warm, options.rounds)
-    print(f"timed: pfl, {best.name}", file=sys.stderr)
-    ours = common.timed(
-        setting(options), data, network(), warm=options.warm, count=options.rounds
-    ).rounds
-    report(options, tried, failed, best, {"pfl": theirs, "fedcog": ours}, gap)
-
-
-def ms(seconds: list[float]) -> str:
-    """The median in milliseconds."""
-    return f"{1e3 * statistics.median(seconds):.2f} ms"
-
-
-def report(
-    options: argparse.Namespace,
-    tried: dict[Variant, list[float]],
-    failed: dict[Variant, str],
-    best: Variant,
-    found: dict[str, list[float]],
-    gap: float,
-) -> None:
-    """Write the two, and pfl's variants, down."""
-    middle = {name: statistics.median(seconds) for name, seconds in found.items()}
-    how = {"pfl": best.name, "fedcog": f"mapping {options.mapping}"}
-    rows = [
-        (
-            f"{name} ({how[name]})",
-            ms(seconds),
-            f"{sum(seconds):.3f} s",
-            f"{middle['pfl'] / middle[name]:.1f} x",
-        )
-        for name, seconds in found.items()
-    ]
-    ways = [(one.name, ms(seconds)) for one, seconds in tried.items()] + [
-        (one.name, reason) for one, reason in failed.items()
-    ]
-    parts = [
-        f"{options.users} users, {options.cohort} a round, one epoch of batch 10 each, after "
-        f"{options.warm} rounds of "
-        "warm-up. No dropout on either side but where it says so. pfl runs in one process; it "
-        "can also spread a "
-        "cohort over several, which is not measured here.",
-        common.table(["", "median round", f"{options.rounds} rounds", "speed"], rows),
-        f"pfl's variants, median of {options.trial} rounds each:",
-        common.table(["variant", "round"], ways),
-        (
-            "After one round of ten users with one batch each, the largest difference of a "
-            f"parameter is {gap:.1e}."
-        ),
-    ]
-    results = {
-        "seconds": found,
-        "variants": {one.name: seconds for one, seconds in tried.items()},
-        "difference": gap,
-    }
-    facts = common.about(options.device, options.data) | {"pfl": importlib.metadata.version("pfl")}
-    common.write(options.out, "Against pfl-research", facts, parts, results)
-    print(options.out.with_suffix(".md").read_text())
+    num_images = (50 * options.users, 100) if options.tiny else ()
+    dataset = common.load_images(options.data, *num_images)
+    difference = check_agreement(options, common.load_images(None, 500, 10))
+    experiment = make_experiment(options)
+    setup = ExperimentSetup(experiment, UserObjects(dataset, make_network()))
+    trial = try_variants(setup, options)
+    candidates = trial.seconds.keys() - {PUBLISHED}
+    best_variant = min(candidates, key=lambda variant: statistics.median(trial.seconds[variant]))
+    pfl_seconds = time_pfl(setup, best_variant, options.cohort, options.warm, options.rounds)
+    print(f"timed: pfl, {best_variant.name}", file=sys.stderr)
+    fedcog_timing = common.time_rounds(
+        experiment, dataset, make_network(), num_warmup=options.warm, num_timed=options.rounds
+    )
+    seconds = {"pfl": pfl_seconds, "fedcog": fedcog_timing.round_seconds}
+    write_results(options, trial, best_variant, seconds, difference)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
-"""What the benchmarks share: images of CIFAR-10's form, timed rounds, and tables that say where
-they come from.
-"""
+"""Shared helpers of the benchmarks: data, timed rounds, and reports that record their origin."""
 
 import argparse
 import contextlib
@@ -35,50 +33,76 @@ STD = (0.2470, 0.2435, 0.2616)
 
 
 class Timing(NamedTuple):
-    """Seconds of some rounds, and the peak GPU memory meanwhile."""
+    """Wall time of consecutive rounds, and peak GPU memory.
 
-    rounds: list[float]
-    memory: int
-    # from the beginning to the end of the first round, with all that is made ready only once
-    first: float = 0.0
+    Attributes:
+        round_seconds: Seconds of each timed round.
+        peak_memory: Peak bytes allocated on the GPU; 0 on a CPU.
+        first_round_seconds: Seconds from the start of setup to the end of the first round.
+    """
+
+    round_seconds: list[float]
+    peak_memory: int
+    first_round_seconds: float = 0.0
 
     @property
     def median(self) -> float:
-        """The middle one of the rounds, in seconds."""
-        return statistics.median(self.rounds)
+        """Median seconds of a round."""
+        return statistics.median(self.round_seconds)
 
 
-def parser(doc: str | None, out: str) -> argparse.ArgumentParser:
-    """The flags that every benchmark has."""
-    flags = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+def make_parser(description: str | None, default_out: str) -> argparse.ArgumentParser:
+    """Create a parser with the flags that all benchmarks share.
+
+    Args:
+        description: Help text, usually the docstring of the script.
+        default_out: Default of `--out`.
+
+    Returns:
+        A parser to which a script adds its own flags.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    flags.add_argument(
-        "--out", type=Path, default=Path(out), help="where results go (default: %(default)s)"
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(default_out),
+        help="where to write results (default: %(default)s)",
     )
-    flags.add_argument(
-        "--data", help="folder with CIFAR-10; without it, random images of the same form"
+    parser.add_argument(
+        "--data", help="folder with CIFAR-10; without it, random images of the same shape"
     )
-    flags.add_argument("--device", default="auto", help="auto, cpu, cuda, ...")
-    flags.add_argument(
-        "--tiny", action="store_true", help="very small sizes, to try the script out"
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, ...")
+    parser.add_argument(
+        "--tiny", action="store_true", help="very small sizes, to check that the script runs"
     )
-    return flags
+    return parser
 
 
-def images(data: str | None, train: int = 50_000, test: int = 10_000) -> Dataset:
-    """CIFAR-10 from the folder `data`, or else random images and labels in its form."""
-    if data:
-        return registry.load("cifar10", data)
-    draw = np.random.default_rng(0)
-    inputs = torch.from_numpy(draw.integers(0, 256, (train + test, 3, 32, 32), dtype=np.uint8))
-    labels = torch.from_numpy(draw.integers(0, 10, train + test))
+def load_images(data_dir: str | None, num_train: int = 50_000, num_test: int = 10_000) -> Dataset:
+    """Load CIFAR-10, or create random images and labels of the same shape.
+
+    Args:
+        data_dir: Folder with CIFAR-10; None for random images.
+        num_train: Number of random training images.
+        num_test: Number of random test images.
+
+    Returns:
+        The data set. Random images are the same in every call.
+    """
+    if data_dir:
+        return registry.load("cifar10", data_dir)
+    rng = np.random.default_rng(0)
+    num_images = num_train + num_test
+    images = torch.from_numpy(rng.integers(0, 256, (num_images, 3, 32, 32), dtype=np.uint8))
+    labels = torch.from_numpy(rng.integers(0, 10, num_images))
     return Dataset(
         name="random images",
-        train_x=inputs[:train],
-        train_y=labels[:train],
-        test_x=inputs[train:],
-        test_y=labels[train:],
+        train_x=images[:num_train],
+        train_y=labels[:num_train],
+        test_x=images[num_train:],
+        test_y=labels[num_train:],
         classes=tuple(str(label) for label in range(10)),
         mean=MEAN,
         std=STD,
@@ -86,167 +110,237 @@ def images(data: str | None, train: int = 50_000, test: int = 10_000) -> Dataset
     )
 
 
-def experiment(
-    algorithm: str = "fedavg", tables: dict[str, Any] | None = None, **settings: Any
+def paper_experiment(
+    algorithm: str = "fedavg",
+    algorithm_settings: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> Experiment:
-    """The paper's setting on CIFAR-10, with FedCOG awake from the first round, but for the
-    `settings` given.
+    """Return the paper's experiment on CIFAR-10, with FedCOG generating from the first round.
+
+    Args:
+        algorithm: Name of the algorithm, as in `fedcog run --algorithm`.
+        algorithm_settings: Settings of algorithms, by the algorithm's name.
+        **settings: Settings of the experiment that differ from the paper's.
+
+    Returns:
+        The experiment.
     """
-    own = {"fedcog": {"start_round": 0}} | (tables or {})
-    chosen: dict[str, Any] = {"dataset": "cifar10", "model": "cnn"} | settings
-    return Experiment(algorithm=make_algorithm(algorithm, own), **chosen)
+    tables = {"fedcog": {"start_round": 0}} | (algorithm_settings or {})
+    experiment_settings: dict[str, Any] = {"dataset": "cifar10", "model": "cnn"} | settings
+    return Experiment(algorithm=make_algorithm(algorithm, tables), **experiment_settings)
 
 
-def rounds(
-    experiment: Experiment, data: Dataset, module: nn.Module | None = None
+def run_rounds(
+    experiment: Experiment, dataset: Dataset, network: nn.Module | None = None
 ) -> Generator[FinishedRound, None, None]:
-    """The rounds of an experiment, as `fedcog.run` runs them, but with nothing written down."""
+    """Run an experiment as `fedcog.run` does, without recording it.
+
+    Args:
+        experiment: The experiment.
+        dataset: Its data set.
+        network: A network that replaces the one of the experiment.
+
+    Yields:
+        Every finished round.
+    """
     with torch_settings(experiment):
-        server = ExperimentSetup(experiment, UserObjects(data, module)).make_server()
+        server = ExperimentSetup(experiment, UserObjects(dataset, network)).make_server()
         for round in range(experiment.rounds):
             yield server.run_round(round)
 
 
-def unscored(experiment: Experiment, count: int) -> Experiment:
-    """Return the experiment with `count` rounds without evaluation, and an evaluated one."""
-    return replace(experiment, rounds=count + 1, evaluate_every=count + 1)
+def without_evaluation(experiment: Experiment, num_rounds: int) -> Experiment:
+    """Return the experiment with `num_rounds` rounds that are not evaluated, and one that is."""
+    return replace(experiment, rounds=num_rounds + 1, evaluate_every=num_rounds + 1)
 
 
-def timed(
+def time_rounds(
     experiment: Experiment,
-    data: Dataset,
-    module: nn.Module | None = None,
+    dataset: Dataset,
+    network: nn.Module | None = None,
     *,
-    warm: int,
-    count: int,
-    score: bool = False,
+    num_warmup: int,
+    num_timed: int,
+    evaluate: bool = False,
 ) -> Timing:
-    """Seconds of `count` rounds after `warm` others; with `score`, global and local models are
-    evaluated in each.
+    """Measure the wall time of rounds after a warm-up.
+
+    Args:
+        experiment: The experiment.
+        dataset: Its data set.
+        network: A network that replaces the one of the experiment.
+        num_warmup: Rounds before the timed ones, at least one.
+        num_timed: Timed rounds.
+        evaluate: Whether every round evaluates the global and all local models.
+
+    Returns:
+        Seconds of the timed rounds, peak GPU memory, and seconds until the first round ended.
     """
     device = find_device(experiment.device)
-    clean(device)
-    total = warm + count
-    experiment = unscored(experiment, total)
-    if score:
+    free_memory(device)
+    num_rounds = num_warmup + num_timed
+    experiment = without_evaluation(experiment, num_rounds)
+    if evaluate:
         experiment = replace(experiment, evaluate_every=1, evaluate_local=True)
-    ends = []
-    began = now(device)
-    with contextlib.closing(rounds(experiment, data, module)) as running:
-        for _ in range(total):
-            next(running)
-            ends.append(now(device))
-    seconds = [after - before for before, after in zip(ends[warm - 1 :], ends[warm:], strict=False)]
-    memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    return Timing(seconds, memory, ends[0] - began)
+    end_times = []
+    start_time = synchronized_time(device)
+    with contextlib.closing(run_rounds(experiment, dataset, network)) as rounds:
+        for _ in range(num_rounds):
+            next(rounds)
+            end_times.append(synchronized_time(device))
+    peak_memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    first_round_seconds = end_times[0] - start_time
+    return Timing(seconds_between(end_times, num_warmup), peak_memory, first_round_seconds)
 
 
-def now(device: torch.device) -> float:
-    """The time once the device has finished."""
+def seconds_between(end_times: Sequence[float], num_warmup: int) -> list[float]:
+    """Compute the durations of rounds from the times at which they ended.
+
+    Args:
+        end_times: End of every round, in seconds.
+        num_warmup: Rounds at the beginning that do not count, at least one.
+
+    Returns:
+        Seconds of every round after the warm-up.
+    """
+    pairs = zip(end_times[num_warmup - 1 :], end_times[num_warmup:], strict=False)
+    return [end - start for start, end in pairs]
+
+
+def synchronized_time(device: torch.device) -> float:
+    """Wait until the device has finished, and return the time in seconds."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
-def clean(device: torch.device) -> None:
-    """Give back what the last measurement held, and count memory afresh."""
+def free_memory(device: torch.device) -> None:
+    """Free the memory of earlier measurements and reset the peak."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def about(device: torch.device, data: str | None) -> dict[str, str]:
-    """Hardware, versions, date and command."""
-    packages = {
-        name: importlib.metadata.version(name)
-        for name in ("torch", "triton", "numpy")
-        if _installed(name)
-    }
+def describe_environment(device: torch.device, data_dir: str | None) -> dict[str, str]:
+    """Describe hardware, versions, date and command line.
+
+    Args:
+        device: The device that the benchmark ran on.
+        data_dir: Folder with CIFAR-10; None if the images were random.
+
+    Returns:
+        Facts for the top of a report, by name.
+    """
+    versions = [f"Python {platform.python_version()}"]
+    versions += [
+        f"{package} {importlib.metadata.version(package)}"
+        for package in ("torch", "triton", "numpy")
+        if _is_installed(package)
+    ]
+    script = f"benchmarks/{Path(sys.argv[0]).name}"
+    arguments = [_without_folder(argument) for argument in sys.argv[1:]]
     return {
         "GPU": torch.cuda.get_device_name(device) if device.type == "cuda" else "none used",
-        "CPU": _cpu(),
-        "versions": ", ".join(
-            [
-                f"Python {platform.python_version()}",
-                *(f"{name} {found}" for name, found in packages.items()),
-            ]
-        ),
-        "TF32": f"off in rounds of fedcog; as torch ships it is allowed in {_tf32()}",
-        "data": "CIFAR-10" if data else "random images of CIFAR-10's form",
+        "CPU": _cpu_name(),
+        "versions": ", ".join(versions),
+        "TF32": f"off in rounds of fedcog; by default torch allows it in {_tf32_operations()}",
+        "data": "CIFAR-10" if data_dir else "random images with the shape of CIFAR-10's",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": commit(),
-        "command": shlex.join(
-            ["python", f"benchmarks/{Path(sys.argv[0]).name}", *map(_short, sys.argv[1:])]
-        ),
+        "command": shlex.join(["python", script, *arguments]),
     }
 
 
-def _short(argument: str) -> str:
-    """An argument as it is printed: where on this machine a path lies is nobody's business."""
+def _without_folder(argument: str) -> str:
+    """Remove the folders of an absolute path, which describe only this machine."""
     return Path(argument).name if argument.startswith("/") else argument
 
 
-def _installed(name: str) -> bool:
+def _is_installed(package: str) -> bool:
     try:
-        importlib.metadata.version(name)
+        importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
 
 
-def _tf32() -> str:
-    """Where torch may compute in TF32."""
+def _tf32_operations() -> str:
+    """Return the operations that torch may compute in TF32."""
     try:
-        convolutions = torch.backends.cudnn.allow_tf32
-        products = torch.backends.cuda.matmul.allow_tf32
-    except (
-        RuntimeError
-    ):  # somebody has set it by torch's newer names, and the old ones then refuse to tell
+        allowed = {
+            "convolutions": torch.backends.cudnn.allow_tf32,
+            "matrix products": torch.backends.cuda.matmul.allow_tf32,
+        }
+    except RuntimeError:
+        # torch refuses to read these flags once its newer ones (fp32_precision) were set.
         return "what fp32_precision says"
-    allowed = [
-        name for name, on in (("convolutions", convolutions), ("matrix products", products)) if on
-    ]
-    return " and ".join(allowed) or "nothing"
+    return " and ".join(name for name, is_allowed in allowed.items() if is_allowed) or "nothing"
 
 
-def _cpu() -> str:
-    """The processor's name, and how many cores of it there are."""
-    found = platform.processor() or platform.machine()
+def _cpu_name() -> str:
+    """Return the processor's name and its number of cores."""
+    name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
-        names = [
-            line
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ]
-        found = f"{len(names)} x {names[0].partition(': ')[2]}" if names else found
-    return found
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model_lines = [line for line in lines if line.startswith("model name")]
+        if model_lines:
+            name = f"{len(model_lines)} x {model_lines[0].partition(': ')[2]}"
+    return name
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Format a Markdown table.
+
+    Args:
+        head: Headings of the columns.
+        rows: Cells of each row.
+
+    Returns:
+        The table, without a final line break.
+    """
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def number(value: float | None, unit: str = "") -> str:
-    """Three significant digits with a unit; a dash where there is none."""
+def format_number(value: float | None, unit: str = "") -> str:
+    """Format a number with three significant digits.
+
+    Args:
+        value: The number; None becomes a dash.
+        unit: Unit to append.
+
+    Returns:
+        The text.
+    """
     if value is None:
         return "-"
-    shown = f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
-    return f"{shown} {unit}".strip()
+    digits = f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return f"{digits} {unit}".strip()
 
 
-def write(
-    out: Path, title: str, facts: dict[str, str], parts: Sequence[str], results: dict[str, Any]
+def write_report(
+    out: Path,
+    title: str,
+    facts: dict[str, str],
+    paragraphs: Sequence[str],
+    results: dict[str, Any],
 ) -> None:
-    """Markdown to `out`, and all that it was made of to a JSON file beside it."""
+    """Write a Markdown report, and the numbers behind it to a JSON file next to it.
+
+    Args:
+        out: Path of the report; the suffix becomes `.md` and `.json`.
+        title: Heading of the report.
+        facts: Result of `describe_environment`.
+        paragraphs: Text and tables of the report.
+        results: Content of the JSON file.
+    """
     out.parent.mkdir(parents=True, exist_ok=True)
-    top = "\n".join(
-        f"- {name}: {f'`{text}`' if name == 'command' else text}" for name, text in facts.items()
-    )
-    out.with_suffix(".md").write_text(
-        "\n\n".join([f"# {title}", top, *parts]) + "\n", encoding="utf-8"
-    )
+    fact_lines = []
+    for name, text in facts.items():
+        value = f"`{text}`" if name == "command" else text
+        fact_lines.append(f"- {name}: {value}")
+    report = "\n\n".join([f"# {title}", "\n".join(fact_lines), *paragraphs])
+    out.with_suffix(".md").write_text(report + "\n", encoding="utf-8")
     record = {"about": facts} | results
     out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -1,16 +1,15 @@
-"""How fast and how large ResNet-18 is on one GPU: ten clients of a FLAIR-shaped federation, against
-a plain loop.
+"""Time and memory of ResNet-18 rounds on one GPU, compared with a plain PyTorch loop.
 
     python benchmarks/resnet.py --out results/resnet.md [--models resnet18 resnet18-gn]
         [--mappings graph vmap loop]
     python benchmarks/resnet.py --out results/kernels.md --trace 60 [--algorithm fedcog]
-        [--count 256] [--cohort 30]    (which kernels a round in TF32 runs)
+        [--count 256] [--cohort 30]    (lists the kernels of a round in TF32)
 
-Ten of 200 clients take part in a round of 10 steps of batch 32 on random images of 64x64 with 17
-labels, as the paper's experiment on FLAIR has it; SGD with momentum, crop and flip. The plain loop
-trains them one after another, a model and an optimiser each (foreach), with cuDNN's search on and
-convolutions in TF32, as torch ships. Seconds are wall time of a round, after the device has
-finished: the median of some after warm-up, none of them evaluated.
+As in the paper's experiment on FLAIR, ten of 200 clients train in a round: 10 steps of batch 32 on
+random images of 64x64 with 17 labels, SGD with momentum, crop and flip. The plain loop trains them
+one after another, each with its own model and optimizer (foreach), with cuDNN's search for the
+fastest algorithm and convolutions in TF32, which is torch's default. Seconds are wall time of a
+round, after the device has finished: the median after a warm-up, without evaluation.
 """
 
 import argparse
@@ -33,113 +32,271 @@ from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.environment import find_device
 from fedcog.runs.setup import ExperimentSetup, UserObjects
 
-LABELS = 17
-SIDE = 64
-Found = dict[str, Any]
+NUM_LABELS = 17
+IMAGE_SIZE = 64
+NUM_PLAIN_CLIENTS = 10
 
 
-def images(users: int, each: int = 48, test: int = 100) -> Dataset:
-    """Random images of several labels each, as many for every user."""
-    draw = np.random.default_rng(0)
-    count = users * each
-    inputs = torch.from_numpy(draw.integers(0, 256, (count + test, 3, SIDE, SIDE), dtype=np.uint8))
-    labels = torch.from_numpy(draw.random((count + test, LABELS)) < 0.16)
-    owners = torch.arange(users).repeat_interleave(each)
-    names = tuple(str(label) for label in range(LABELS))
-    split = inputs[:count], labels[:count], inputs[count:], labels[count:]
-    return Dataset("random images", *split, names, common.MEAN, common.STD, True, owners)
+def make_images(num_users: int, images_per_user: int, num_test: int = 100) -> Dataset:
+    """Create random multi-label images, with the same number for every user.
+
+    Args:
+        num_users: Number of users.
+        images_per_user: Training images of each user.
+        num_test: Number of test images.
+
+    Returns:
+        The data set.
+    """
+    rng = np.random.default_rng(0)
+    num_train = num_users * images_per_user
+    num_images = num_train + num_test
+    image_shape = (num_images, 3, IMAGE_SIZE, IMAGE_SIZE)
+    images = torch.from_numpy(rng.integers(0, 256, image_shape, dtype=np.uint8))
+    labels = torch.from_numpy(rng.random((num_images, NUM_LABELS)) < 0.16)
+    user_ids = torch.arange(num_users).repeat_interleave(images_per_user)
+    return Dataset(
+        "random images",
+        images[:num_train],
+        labels[:num_train],
+        images[num_train:],
+        labels[num_train:],
+        tuple(str(label) for label in range(NUM_LABELS)),
+        common.MEAN,
+        common.STD,
+        True,
+        user_ids,
+    )
 
 
-def setting(
-    options: argparse.Namespace, model: str, mapping: str, algorithm: str = "fedavg", **more: Any
+def make_experiment(
+    options: argparse.Namespace,
+    model: str,
+    mapping: str,
+    algorithm: str = "fedavg",
+    tf32: bool = False,
 ) -> Experiment:
-    """The paper's experiment on FLAIR, but for the data."""
-    chosen: Found = {"partition": "natural", "clients": options.clients}
-    chosen |= {"participation": options.cohort / options.clients}
-    chosen |= {
+    """Return the paper's experiment on FLAIR.
+
+    Args:
+        options: The command line.
+        model: Name of the network.
+        mapping: How clients train.
+        algorithm: Name of the algorithm.
+        tf32: Whether to allow TF32.
+
+    Returns:
+        The experiment; a tiny one if the command line asks for it.
+    """
+    settings: dict[str, Any] = {
+        "partition": "natural",
+        "clients": options.clients,
+        "participation": options.cohort / options.clients,
         "local_steps": 10,
         "batch_size": 32,
         "model": model,
         "mapping": mapping,
         "min_examples": 1,
+        "device": options.device,
+        "tf32": tf32,
     }
-    made = {"start_round": 0, "count": options.count, "steps": options.generation_steps}
-    small = {"fedcog": made | ({"steps": 2, "count": 2} if options.tiny else {})}
-    return common.experiment(algorithm, small, **chosen | {"device": options.device} | more)
+    fedcog_settings = {
+        "start_round": 0,
+        "count": options.count,
+        "steps": options.generation_steps,
+    }
+    if options.tiny:
+        settings |= {"local_steps": 1, "batch_size": 2}
+        fedcog_settings |= {"steps": 2, "count": 2}
+    return common.paper_experiment(algorithm, {"fedcog": fedcog_settings}, **settings)
 
 
-def by_hand(experiment: Experiment, dataset: Dataset, repeats: int) -> list[float]:
-    """Seconds of rounds in a plain loop, in the better of two memory layouts."""
-    ready = ExperimentSetup(experiment, UserObjects(dataset))
-    data = ready.data
-    members = range(10)
-    module = build(experiment.model, (3, SIDE, SIDE), LABELS, 0).to(data.device)
+def time_plain_loop(experiment: Experiment, dataset: Dataset, num_rounds: int) -> list[float]:
+    """Measure rounds of a plain loop after one round of warm-up.
+
+    Args:
+        experiment: Settings of network and batches.
+        dataset: Its data set.
+        num_rounds: Timed rounds.
+
+    Returns:
+        Seconds of every timed round, in the faster of two memory layouts.
+    """
+    setup = ExperimentSetup(experiment, UserObjects(dataset))
+    data = setup.data
+    network = build(experiment.model, (3, IMAGE_SIZE, IMAGE_SIZE), NUM_LABELS, 0).to(data.device)
     mean, std = (
-        torch.tensor(part, device=data.device)[:, None, None]
-        for part in (dataset.mean, dataset.std)
+        torch.tensor(channel_values, device=data.device)[:, None, None]
+        for channel_values in (dataset.mean, dataset.std)
     )
-    found: dict[str, list[float]] = {}
-    for layout, last in plain.LAYOUTS.items():
-        form = torch.channels_last if last else torch.contiguous_format
-        ends = []
-        with plain.convolutions(tf32=True, search=True):
-            for round in range(repeats + 1):
-                plan = data.plan_batches(
-                    round, torch.tensor(members), experiment.local_steps, experiment.batch_size
-                )
-                trained = []
-                for place in members:
-                    local = copy.deepcopy(module).to(memory_format=form).train()  # type: ignore[call-overload]
-                    optimiser = torch.optim.SGD(
-                        local.parameters(), 0.01, 0.9, weight_decay=1e-5, foreach=True
-                    )
-                    for step in range(experiment.local_steps):
-                        index = plan.indices[place, step]
-                        inputs = (data.train_x[index].float() / 255 - mean) / std
-                        optimiser.zero_grad()
-                        outputs = local(inputs.contiguous(memory_format=form))
-                        F.binary_cross_entropy_with_logits(
-                            outputs, data.train_y[index].float()
-                        ).backward()  # type: ignore[no-untyped-call]
-                        optimiser.step()
-                    trained.append(local.state_dict())
-                for name in trained[0]:
-                    torch.stack([one[name].float() for one in trained]).mean(0)
-                ends.append(common.now(data.device))
-        found[layout] = [after - before for before, after in itertools.pairwise(ends)]
-    return min(found.values(), key=statistics.median)
+    clients = range(NUM_PLAIN_CLIENTS)
+
+    def train_round(round: int, layout: torch.memory_format) -> None:
+        plan = data.plan_batches(
+            round, torch.tensor(clients), experiment.local_steps, experiment.batch_size
+        )
+        local_weights = []
+        for client in clients:
+            model = copy.deepcopy(network).train()
+            model.to(memory_format=layout)  # type: ignore[call-overload]
+            optimizer = torch.optim.SGD(
+                model.parameters(), 0.01, 0.9, weight_decay=1e-5, foreach=True
+            )
+            for step in range(experiment.local_steps):
+                indices = plan.indices[client, step]
+                inputs = (data.train_x[indices].float() / 255 - mean) / std
+                targets = data.train_y[indices].float()
+                optimizer.zero_grad()
+                logits = model(inputs.contiguous(memory_format=layout))
+                loss = F.binary_cross_entropy_with_logits(logits, targets)
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+            local_weights.append(model.state_dict())
+        for name in local_weights[0]:
+            torch.stack([weights[name].float() for weights in local_weights]).mean(0)
+
+    seconds_by_layout = []
+    for layout in plain.LAYOUTS.values():
+        end_times = []
+        with plain.cudnn_flags(tf32=True, search=True):
+            for round in range(num_rounds + 1):
+                train_round(round, layout)
+                end_times.append(common.synchronized_time(data.device))
+        seconds_by_layout.append(common.seconds_between(end_times, num_warmup=1))
+    return min(seconds_by_layout, key=statistics.median)
 
 
-def kernels(
-    options: argparse.Namespace, dataset: Dataset, device: torch.device, **small: Any
-) -> None:
-    """What a round on a GPU is made of, by kernel and grid, the longest first."""
-    experiment = setting(
-        options, options.models[0], options.mappings[0], options.algorithm, tf32=True, **small
+def list_kernels(options: argparse.Namespace, dataset: Dataset, device: torch.device) -> None:
+    """List the kernels of a round by name and grid, the longest first.
+
+    Args:
+        options: The command line.
+        dataset: The data set.
+        device: The device.
+    """
+    experiment = make_experiment(
+        options, options.models[0], options.mappings[0], options.algorithm, tf32=True
     )
-    events, seconds = trace.recorded(experiment, dataset, host=False)
-    spans = [
-        event for event in events if event["ph"] == "X" and event.get("cat") in trace.ON_DEVICE
+    events, round_seconds = trace.profile_round(experiment, dataset, with_host=False)
+    device_events = [
+        event
+        for event in events
+        if event["ph"] == "X" and event.get("cat") in trace.DEVICE_CATEGORIES
     ]
-    for event in spans:
+    for event in device_events:
         event["name"] = f"{event['name'][:80]} {event.get('args', {}).get('grid', '')}"
-    longest = list(trace.summed(spans).items())[: options.trace]
+    longest = list(trace.total_by_name(device_events).items())[: options.trace]
     rows = [
-        [f"`{name}`", f"{one['count']:.0f}", f"{1e3 * one['seconds']:.3f} ms"]
-        for name, one in longest
+        [f"`{name}`", f"{total['count']:.0f}", f"{1e3 * total['seconds']:.3f} ms"]
+        for name, total in longest
     ]
-    told = f"{len(spans):,} kernels and copies, "
-    told += f"{1e3 * trace.busy(spans):.1f} of {1e3 * seconds:.1f} ms busy."
-    parts = [told, common.table(["kernel and grid", "count", "time"], rows)]
-    common.write(
-        options.out, "A round of ResNet-18, by kernel", common.about(device, None), parts, {}
+    busy_ms = 1e3 * trace.busy_seconds(device_events)
+    summary = (
+        f"{len(device_events):,} kernels and copies, "
+        f"{busy_ms:.1f} of {1e3 * round_seconds:.1f} ms busy."
     )
+    table = common.markdown_table(["kernel and grid", "count", "time"], rows)
+    facts = common.describe_environment(device, None)
+    title = "A round of ResNet-18, by kernel"
+    common.write_report(options.out, title, facts, [summary, table], {})
     print(options.out.with_suffix(".md").read_text())
 
 
+class Results:
+    """Results so far, written after every measurement.
+
+    Args:
+        options: The command line.
+        device: The device.
+    """
+
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        self.options = options
+        self.device = device
+        self.measurements: dict[str, dict[str, Any]] = {}
+        self.rows: list[list[str]] = []
+
+    def add(self, model: str, label: str, timing: common.Timing, plain_seconds: float) -> None:
+        """Add a measurement and write the report.
+
+        Args:
+            model: Name of the network.
+            label: Label of the row.
+            timing: The measurement.
+            plain_seconds: A round of the plain loop to compare with; 0 for no comparison.
+        """
+        self.measurements.setdefault(model, {})[label] = {
+            "rounds": timing.round_seconds,
+            "memory": timing.peak_memory,
+            "first": timing.first_round_seconds,
+        }
+        first_round = "-"
+        if timing.first_round_seconds:
+            first_round = common.format_number(timing.first_round_seconds, "s")
+        row = [
+            model,
+            label,
+            common.format_number(timing.median, "s"),
+            first_round,
+            f"{timing.peak_memory / 2**30:.2f} GiB",
+            f"{plain_seconds / timing.median:.2f}x" if plain_seconds else "-",
+        ]
+        self.rows.append(row)
+        self.write()
+        print(row, file=sys.stderr, flush=True)
+
+    def write(self) -> None:
+        """Write the report."""
+        head = [
+            "network",
+            "round of 10 clients",
+            "seconds",
+            "until the first ends",
+            "GPU memory at most",
+            "plain loop / this",
+        ]
+        facts = common.describe_environment(self.device, None)
+        num_users = self.options.clients
+        facts["data"] = f"random images of {IMAGE_SIZE}x{IMAGE_SIZE}, {num_users} users"
+        facts["TF32"] = "on in the plain loop's convolutions and where a row names it"
+        table = common.markdown_table(head, self.rows)
+        common.write_report(
+            self.options.out, "ResNet-18 on one GPU", facts, [table], {"found": self.measurements}
+        )
+
+
+def measure_model(
+    options: argparse.Namespace, model: str, dataset: Dataset, results: Results
+) -> None:
+    """Measure the plain loop, FedAvg under every mapping, and FedCOG.
+
+    Args:
+        options: The command line.
+        model: Name of the network.
+        dataset: The data set.
+        results: Receives the measurements.
+    """
+    device = results.device
+    common.free_memory(device)
+    plain_rounds = time_plain_loop(
+        make_experiment(options, model, "loop"), dataset, options.repeats
+    )
+    peak_memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    plain_timing = common.Timing(plain_rounds, peak_memory)
+    results.add(model, "plain loop, FedAvg", plain_timing, plain_seconds=0.0)
+    for mapping, tf32 in itertools.product(options.mappings, (True, False)):
+        experiment = make_experiment(options, model, mapping, tf32=tf32)
+        timing = common.time_rounds(experiment, dataset, num_warmup=2, num_timed=options.repeats)
+        label = f"{mapping}{', TF32' if tf32 else ''}, FedAvg"
+        results.add(model, label, timing, plain_timing.median)
+    experiment = make_experiment(options, model, options.mappings[0], "fedcog")
+    timing = common.time_rounds(experiment, dataset, num_warmup=2, num_timed=options.repeats)
+    results.add(model, f"{options.mappings[0]}, FedCOG", timing, plain_seconds=0.0)
+
+
 def main() -> None:
-    """Measure, model by model, and write down after each part."""
-    parser = common.parser(__doc__, "results/resnet.md")
+    """Measure all networks, or list the kernels of a round."""
+    parser = common.make_parser(__doc__, "results/resnet.md")
     parser.add_argument("--models", nargs="+", default=["resnet18", "resnet18-gn"])
     parser.add_argument("--mappings", nargs="+", default=["graph", "vmap", "loop"])
     parser.add_argument("--clients", type=int, default=200)
@@ -153,62 +310,24 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
-        "--trace", type=int, default=0, help="time nothing, and list so many kernels of a round"
+        "--trace",
+        type=int,
+        default=0,
+        metavar="N",
+        help="list the N longest kernels of a round, and time nothing",
     )
     options = parser.parse_args()
     device = find_device(options.device)
     if options.tiny:
         options.clients = 12
         options.repeats = 2
-    dataset = images(options.clients, 3 if options.tiny else 48)
-    small: Found = {"local_steps": 1, "batch_size": 2} if options.tiny else {}
+    dataset = make_images(options.clients, images_per_user=3 if options.tiny else 48)
     if options.trace:
-        kernels(options, dataset, device, **small)
+        list_kernels(options, dataset, device)
         return
-    found: dict[str, Found] = {}
-    rows: list[list[str]] = []
-
-    def note(model: str, what: str, timing: common.Timing, against: float) -> None:
-        seconds = timing.rounds
-        memory = timing.memory
-        median = statistics.median(seconds)
-        found.setdefault(model, {})[what] = timing._asdict()
-        ratio = f"{against / median:.2f}x" if against else "-"
-        first = common.number(timing.first, "s") if timing.first else "-"
-        rows.append(
-            [model, what, common.number(median, "s"), first, f"{memory / 2**30:.2f} GiB", ratio]
-        )
-        head = [
-            "network",
-            "round of 10 clients",
-            "seconds",
-            "until the first ends",
-            "GPU memory at most",
-            "plain loop / this",
-        ]
-        facts = common.about(device, None) | {
-            "data": f"random images of {SIDE}x{SIDE}, {options.clients} users"
-        }
-        facts["TF32"] = "on in the plain loop's convolutions and where a row names it"
-        common.write(
-            options.out, "ResNet-18 on one GPU", facts, [common.table(head, rows)], {"found": found}
-        )
-        print(rows[-1], file=sys.stderr, flush=True)
-
+    results = Results(options, device)
     for model in options.models:
-        common.clean(device)
-        seconds = by_hand(setting(options, model, "loop", **small), dataset, options.repeats)
-        memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-        note(model, "plain loop, FedAvg", common.Timing(seconds, memory), 0.0)
-        plain_round = statistics.median(seconds)
-        for mapping, tf32 in itertools.product(options.mappings, (True, False)):
-            experiment = setting(options, model, mapping, tf32=tf32, **small)
-            timing = common.timed(experiment, dataset, warm=2, count=options.repeats)
-            what = f"{mapping}{', TF32' if tf32 else ''}, FedAvg"
-            note(model, what, timing, plain_round)
-        experiment = setting(options, model, options.mappings[0], "fedcog", **small)
-        timing = common.timed(experiment, dataset, warm=2, count=options.repeats)
-        note(model, f"{options.mappings[0]}, FedCOG", timing, 0.0)
+        measure_model(options, model, dataset, results)
     print(options.out.with_suffix(".md").read_text())
 
 

@@ -1,15 +1,17 @@
-"""How the time of a round grows with the number of clients and with the size of the model, beside
-what the GPU allows.
+"""How the time of a round grows with the number of clients and the size of the model.
 
 python benchmarks/scaling.py --out results/scaling [--mapping auto] [--only clients size]
 
-Clients: 1 to 1,000 with the paper's CNN; size: the CNN with 1 to 8 times its channels and units,
-ten clients. Rounds of 200 steps of batch 64, none evaluated; the time of a step is a round's by its
-steps, whatever else the round does included. The floor of a step is the longer of two times:
-floating-point operations of forward and backward passes at the peak rate, and bytes at the memory's
-rate, where parameters, momentum and gradients are read and written once, and the images and the
-outputs of convolutions and linear layers written once and read once. Writes results/scaling.json,
-.md, .svg and .png.
+"clients": 1 to 1,000 clients with the paper's CNN. "size": ten clients, and the CNN with 1 to 8
+times its channels and units. Rounds have 200 steps of batch 64 and are not evaluated. The time of a
+step is a round's time divided by its steps, and includes everything else the round does.
+
+The floor is a lower bound on the time of a step: the longer of two times. One is the floating-point
+operations of forward and backward passes at the GPU's peak rate. The other is the bytes at the rate
+of its memory: parameters, momentum and gradients are read and written once; images and the outputs
+of convolutions and linear layers are written once and read once.
+
+Writes results/scaling.json, .md, .svg and .png.
 """
 
 import argparse
@@ -24,156 +26,219 @@ from torch import Tensor, nn
 from fedcog.data import Dataset
 from fedcog.runs.environment import find_device
 
-CLIENTS = (1, 10, 30, 100, 1000)
-MULTIPLES = (1, 2, 4, 8)
-BATCH = 64
-STEPS = 200
-FLOAT = 4
+CLIENT_COUNTS = (1, 10, 30, 100, 1000)
+WIDTH_MULTIPLES = (1, 2, 4, 8)
+BATCH_SIZE = 64
+NUM_STEPS = 200
+BYTES_PER_FLOAT = 4
+Point = dict[str, Any]
 
 
-class Work(NamedTuple):
-    """What a step of one client cannot do without."""
+class StepCost(NamedTuple):
+    """The least that a local step of one client needs.
 
-    parameters: int
+    Attributes:
+        num_params: Number of parameters.
+        operations: Floating-point operations.
+        num_bytes: Bytes read and written.
+    """
+
+    num_params: int
     operations: float
-    bytes: float
+    num_bytes: float
 
-    def floor(self, clients: int, operations: float, bandwidth: float) -> float:
-        """Seconds of a step at so many operations and bytes a second."""
-        return clients * max(self.operations / operations, self.bytes / bandwidth)
+    def floor_seconds(
+        self, num_clients: int, operations_per_second: float, bytes_per_second: float
+    ) -> float:
+        """Return a lower bound on the seconds of a step.
+
+        Args:
+            num_clients: Clients that train at once.
+            operations_per_second: Peak rate of the GPU.
+            bytes_per_second: Rate of its memory.
+
+        Returns:
+            Seconds of a step of all clients.
+        """
+        compute_seconds = self.operations / operations_per_second
+        memory_seconds = self.num_bytes / bytes_per_second
+        return num_clients * max(compute_seconds, memory_seconds)
 
 
-def wide(multiple: int) -> nn.Module:
-    """The paper's CNN with so many times its channels and units, from seed 0."""
-    first, second, third, fourth = (size * multiple for size in (6, 16, 120, 84))
+def make_wide_cnn(multiple: int) -> nn.Module:
+    """Build the paper's CNN with `multiple` times its channels and units, from seed 0."""
+    channels1, channels2, units1, units2 = (size * multiple for size in (6, 16, 120, 84))
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         return nn.Sequential(
-            *(nn.Conv2d(3, first, 5), nn.ReLU(), nn.MaxPool2d(2)),
-            *(nn.Conv2d(first, second, 5), nn.ReLU(), nn.MaxPool2d(2)),
-            *(nn.Flatten(), nn.Linear(second * 25, third), nn.ReLU()),
-            *(nn.Linear(third, fourth), nn.ReLU(), nn.Linear(fourth, 10)),
+            nn.Conv2d(3, channels1, 5),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(channels1, channels2, 5),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(channels2 * 25, units1),
+            nn.ReLU(),
+            nn.Linear(units1, units2),
+            nn.ReLU(),
+            nn.Linear(units2, 10),
         )
 
 
-def work(module: nn.Module) -> Work:
-    """Operations and bytes of a step, counted layer by layer: 2 for each weight an output is made
-    of, forward, for the weights' gradient, and for the inputs' in all layers but the first.
-    """
-    layers: list[tuple[int, int]] = []  # outputs, weights of each
+def count_step_cost(network: nn.Module) -> StepCost:
+    """Count the operations and bytes of a step, layer by layer.
 
-    def see(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    Every weight of an output costs 2 operations in the forward pass, 2 for the gradient of the
+    weights and, except in the first layer, 2 for the gradient of the inputs.
+    """
+    layers: list[tuple[int, int]] = []  # number of outputs, weights per output
+
+    def record_layer(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         assert isinstance(layer.weight, Tensor)
         layers.append((output.numel(), layer.weight[0].numel()))
 
-    for part in module.modules():
-        if isinstance(part, nn.Conv2d | nn.Linear):
-            part.register_forward_hook(see)
-    images = torch.zeros(BATCH, 3, 32, 32)
-    module(images)
-    passes = [2, *[3] * (len(layers) - 1)]
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            module.register_forward_hook(record_layer)
+    images = torch.zeros(BATCH_SIZE, 3, 32, 32)
+    network(images)
+    passes_per_layer = [2, *[3] * (len(layers) - 1)]
     operations = sum(
-        2.0 * outputs * weights * times
-        for (outputs, weights), times in zip(layers, passes, strict=True)
+        2.0 * num_outputs * num_weights * num_passes
+        for (num_outputs, num_weights), num_passes in zip(layers, passes_per_layer, strict=True)
     )
-    parameters = sum(value.numel() for value in module.parameters())
-    activations = images.numel() + sum(outputs for outputs, _ in layers)
-    return Work(parameters, operations, FLOAT * (6.0 * parameters + 2.0 * activations))
+    num_params = sum(value.numel() for value in network.parameters())
+    num_activations = images.numel() + sum(num_outputs for num_outputs, _ in layers)
+    num_bytes = BYTES_PER_FLOAT * (6.0 * num_params + 2.0 * num_activations)
+    return StepCost(num_params, operations, num_bytes)
 
 
-def point(
-    options: argparse.Namespace, data: Dataset, clients: int, multiple: int
-) -> dict[str, Any]:
-    """One point of a curve: a round, a step, the floor, the memory."""
-    steps = 4 if options.tiny else STEPS
-    experiment = common.experiment(
+def measure_point(
+    options: argparse.Namespace, dataset: Dataset, num_clients: int, multiple: int
+) -> Point:
+    """Measure one point of a curve.
+
+    Args:
+        options: The command line.
+        dataset: The data set.
+        num_clients: Number of clients.
+        multiple: Factor of the CNN's channels and units.
+
+    Returns:
+        Seconds of a round, a step and the floor, operations, bytes and memory.
+    """
+    num_steps = 4 if options.tiny else NUM_STEPS
+    experiment = common.paper_experiment(
         partition="iid",
         min_examples=1,
-        clients=clients,
-        local_steps=steps,
-        batch_size=BATCH,
+        clients=num_clients,
+        local_steps=num_steps,
+        batch_size=BATCH_SIZE,
         model="custom",
         device=str(options.device),
         mapping=options.mapping,
     )
-    timing = common.timed(experiment, data, wide(multiple), warm=1, count=options.repeats)
-    needs = work(wide(multiple))
+    timing = common.time_rounds(
+        experiment, dataset, make_wide_cnn(multiple), num_warmup=1, num_timed=options.repeats
+    )
+    cost = count_step_cost(make_wide_cnn(multiple))
     return {
-        "clients": clients,
-        "parameters": needs.parameters,
+        "clients": num_clients,
+        "parameters": cost.num_params,
         "round": timing.median,
-        "step": timing.median / steps,
-        "floor": needs.floor(clients, options.tflops * 1e12, options.bandwidth * 1e12),
-        "operations": clients * needs.operations,
-        "bytes": clients * needs.bytes,
-        "memory": timing.memory,
-        "rounds": timing.rounds,
+        "step": timing.median / num_steps,
+        "floor": cost.floor_seconds(num_clients, options.tflops * 1e12, options.bandwidth * 1e12),
+        "operations": num_clients * cost.operations,
+        "bytes": num_clients * cost.num_bytes,
+        "memory": timing.peak_memory,
+        "rounds": timing.round_seconds,
     }
 
 
-def figure(out: Path, curves: dict[str, list[dict[str, Any]]], device: str) -> None:
-    """Time of a step and its floor, log-log, one panel a curve."""
+def draw_figure(out: Path, curves: dict[str, list[Point]], device_name: str) -> None:
+    """Draw the time of a step and its floor with logarithmic axes, one panel per curve.
+
+    Args:
+        out: Path of the figure; the suffix becomes `.svg` and `.png`.
+        curves: Points of each curve.
+        device_name: Name of the GPU, for the title.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     matplotlib.rcParams |= {"svg.hashsalt": "fedcog", "svg.fonttype": "none"}
     from matplotlib import pyplot
 
-    labels = {"clients": "clients trained together", "size": "parameters of the model, 10 clients"}
-    shown, panels = pyplot.subplots(
+    x_keys = {"clients": "clients", "size": "parameters"}
+    x_labels = {
+        "clients": "clients trained together",
+        "size": "parameters of the model, 10 clients",
+    }
+    figure, panels = pyplot.subplots(
         1, len(curves), figsize=(5.2 * len(curves), 4.2), squeeze=False, layout="constrained"
     )
     for panel, (name, points) in zip(panels[0], curves.items(), strict=True):
-        across = [one["clients" if name == "clients" else "parameters"] for one in points]
-        steps = [1e3 * one["step"] for one in points]
-        panel.loglog(across, steps, "o-", color="#1f5fa8", label="measured", nonpositive="mask")
-        panel.loglog(
-            across, [1e3 * one["floor"] for one in points], "s--", color="#c05020", label="floor"
-        )
-        panel.set(xlabel=labels[name], ylabel="milliseconds per local step, batch 64")
+        x = [point[x_keys[name]] for point in points]
+        step_ms = [1e3 * point["step"] for point in points]
+        floor_ms = [1e3 * point["floor"] for point in points]
+        panel.loglog(x, step_ms, "o-", color="#1f5fa8", label="measured", nonpositive="mask")
+        panel.loglog(x, floor_ms, "s--", color="#c05020", label="floor")
+        panel.set(xlabel=x_labels[name], ylabel="milliseconds per local step, batch 64")
         panel.grid(True, which="major", alpha=0.3)
         panel.legend(frameon=False)
-    shown.suptitle(f"A local step of all clients: {device}", fontsize=11)
-    shown.savefig(out.with_suffix(".svg"), metadata={"Date": None})
-    shown.savefig(out.with_suffix(".png"), dpi=150)
-    pyplot.close(shown)
+    figure.suptitle(f"A local step of all clients: {device_name}", fontsize=11)
+    figure.savefig(out.with_suffix(".svg"), metadata={"Date": None})
+    figure.savefig(out.with_suffix(".png"), dpi=150)
+    pyplot.close(figure)
 
 
-def report(options: argparse.Namespace, curves: dict[str, list[dict[str, Any]]]) -> None:
-    """Write what is known so far."""
+def write_results(options: argparse.Namespace, curves: dict[str, list[Point]]) -> None:
+    """Write table and figure of what was measured so far.
+
+    Args:
+        options: The command line.
+        curves: Points of each curve.
+    """
     head = [
         "clients",
         "parameters",
-        f"round of {STEPS} steps",
+        f"round of {NUM_STEPS} steps",
         "step",
         "floor",
         "step / floor",
         "peak GPU memory",
     ]
     rows = [
-        [f"{one['clients']:,}", f"{one['parameters']:,}", common.number(1e3 * one["round"], "ms")]
-        + [common.number(1e3 * one[key], "ms") for key in ("step", "floor")]
-        + [common.number(one["step"] / one["floor"], "x"), f"{one['memory'] / 2**30:.2f} GiB"]
+        [
+            f"{point['clients']:,}",
+            f"{point['parameters']:,}",
+            common.format_number(1e3 * point["round"], "ms"),
+            common.format_number(1e3 * point["step"], "ms"),
+            common.format_number(1e3 * point["floor"], "ms"),
+            common.format_number(point["step"] / point["floor"], "x"),
+            f"{point['memory'] / 2**30:.2f} GiB",
+        ]
         for points in curves.values()
-        for one in points
+        for point in points
     ]
-    facts = common.about(options.device, options.data)
+    facts = common.describe_environment(options.device, options.data)
     facts["floor"] = f"{options.tflops:g} TFLOP/s float32, {options.bandwidth:g} TB/s"
     if options.failed:
         facts["out of memory"] = "; ".join(options.failed)
-    common.write(
-        options.out, "How time grows", facts, [common.table(head, rows)], {"curves": curves}
-    )
-    figure(options.out, {name: points for name, points in curves.items() if points}, facts["GPU"])
+    table = common.markdown_table(head, rows)
+    common.write_report(options.out, "How time grows", facts, [table], {"curves": curves})
+    measured_curves = {name: points for name, points in curves.items() if points}
+    draw_figure(options.out, measured_curves, facts["GPU"])
 
 
 def main() -> None:
-    """Measure point by point, and write after each."""
-    parser = common.parser(__doc__, "results/scaling")
+    """Measure point by point, and write the results after each."""
+    parser = common.make_parser(__doc__, "results/scaling")
     parser.add_argument(
         "--mapping",
         default="auto",
-        help="how clients are run, as in fedcog run (default: %(default)s)",
+        help="how clients train, as in fedcog run (default: %(default)s)",
     )
     parser.add_argument(
         "--only", nargs="+", choices=("clients", "size"), default=["clients", "size"]
@@ -182,31 +247,38 @@ def main() -> None:
         "--repeats", type=int, default=3, help="timed rounds, of which the median counts"
     )
     parser.add_argument(
-        "--tflops", type=float, default=67.0, help="peak rate in float32, TFLOP/s (an H200's)"
+        "--tflops",
+        type=float,
+        default=67.0,
+        help="peak rate in float32, TFLOP/s (default: %(default)s, an H200)",
     )
     parser.add_argument(
-        "--bandwidth", type=float, default=4.3, help="rate of the memory, TB/s (an H200's)"
+        "--bandwidth",
+        type=float,
+        default=4.3,
+        help="memory bandwidth, TB/s (default: %(default)s, an H200)",
     )
     options = parser.parse_args()
     options.device = find_device(options.device)
     options.failed = list[str]()
-    data = common.images(options.data, *((200, 20) if options.tiny else ()))
-    across = {
-        "clients": [(clients, 1) for clients in CLIENTS],
-        "size": [(10, multiple) for multiple in MULTIPLES],
+    num_images = (200, 20) if options.tiny else ()
+    dataset = common.load_images(options.data, *num_images)
+    sizes = {
+        "clients": [(num_clients, 1) for num_clients in CLIENT_COUNTS],
+        "size": [(10, multiple) for multiple in WIDTH_MULTIPLES],
     }
     if options.tiny:
         options.repeats = 2
-        across = {"clients": [(1, 1), (3, 1)], "size": [(2, 1), (2, 2)]}
-    curves: dict[str, list[dict[str, Any]]] = {name: [] for name in options.only}
+        sizes = {"clients": [(1, 1), (3, 1)], "size": [(2, 1), (2, 2)]}
+    curves: dict[str, list[Point]] = {name: [] for name in options.only}
     for name in options.only:
-        for clients, multiple in across[name]:
+        for num_clients, multiple in sizes[name]:
             try:
-                curves[name].append(point(options, data, clients, multiple))
+                curves[name].append(measure_point(options, dataset, num_clients, multiple))
             except torch.OutOfMemoryError:
-                options.failed.append(f"{clients} clients of {multiple} times the CNN")
-            report(options, curves)
-            print(f"{name}: {clients} clients, {multiple} x", file=sys.stderr)
+                options.failed.append(f"{num_clients} clients of {multiple} times the CNN")
+            write_results(options, curves)
+            print(f"{name}: {num_clients} clients, {multiple} x", file=sys.stderr)
     print(options.out.with_suffix(".md").read_text())
 
 

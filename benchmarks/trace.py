@@ -1,14 +1,13 @@
-"""What the GPU and the driver do in one round of FedAvg and one of FedCOG: launches, copies, waits,
-kernels, idle time.
+"""Profile one round of FedAvg and of FedCOG: kernels, launches, copies, waits and idle time.
 
 python benchmarks/trace.py --out results/trace.md [--mapping auto] [--algorithms fedavg fedcog]
 [--steps 400]
 
-Each round is profiled by torch after two rounds of warm-up. In the long rounds only the device and
-the driver's calls are recorded, since noting every PyTorch operation would slow the host and so
-leave the GPU idle. A short round of `--short` steps is recorded with PyTorch's operations and
-written as FILE-ALGORITHM.trace.json.gz (ui.perfetto.dev shows it); to stay below 500 kB it goes
-without those operations, and if need be with fewer steps.
+torch's profiler records each round after two rounds of warm-up. In long rounds it records only the
+device and the driver's calls: recording every PyTorch operation would slow the host down and leave
+the GPU idle. A short round of `--short` steps is recorded with PyTorch's operations and written to
+FILE-ALGORITHM.trace.json.gz (open it in ui.perfetto.dev). To keep that file below 500 kB, these
+operations are left out first, then the round gets fewer steps.
 """
 
 import argparse
@@ -28,197 +27,273 @@ from fedcog.data import Dataset
 from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.environment import find_device
 
-LIMIT = 500_000
-WARM = 2
-ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
-BY_DRIVER = {"cuda_runtime", "cuda_driver"}
-CALLS = ("GraphLaunch", "LaunchKernel", "Memcpy", "Memset", "Synchronize", "Malloc", "EventQuery")
+MAX_TRACE_BYTES = 500_000
+NUM_WARMUP = 2
+DEVICE_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset"}
+DRIVER_CATEGORIES = {"cuda_runtime", "cuda_driver"}
+LISTED_CALLS = (
+    "GraphLaunch",
+    "LaunchKernel",
+    "Memcpy",
+    "Memset",
+    "Synchronize",
+    "Malloc",
+    "EventQuery",
+)
 Event = dict[str, Any]
 
 
-def recorded(experiment: Experiment, data: Dataset, host: bool) -> tuple[list[Event], float]:
-    """The events of one round after warm-up, and how long it took while it was recorded."""
+def profile_round(
+    experiment: Experiment, dataset: Dataset, with_host: bool
+) -> tuple[list[Event], float]:
+    """Profile one round after warm-up.
+
+    Args:
+        experiment: The experiment.
+        dataset: Its data set.
+        with_host: Whether to record PyTorch's operations; without a GPU they always are.
+
+    Returns:
+        The events of the round, and its seconds under the profiler.
+    """
     device = find_device(experiment.device)
-    common.clean(device)
+    common.free_memory(device)
     activities = [ProfilerActivity.CUDA] if device.type == "cuda" else []
-    activities += [ProfilerActivity.CPU] if host or not activities else []
-    with contextlib.closing(common.rounds(common.unscored(experiment, WARM + 1), data)) as running:
-        for _ in range(WARM):
-            next(running)
-        common.now(device)
+    if with_host or not activities:
+        activities.append(ProfilerActivity.CPU)
+    experiment = common.without_evaluation(experiment, NUM_WARMUP + 1)
+    with contextlib.closing(common.run_rounds(experiment, dataset)) as rounds:
+        for _ in range(NUM_WARMUP):
+            next(rounds)
+        common.synchronized_time(device)
         with profile(activities=activities) as profiler:
-            began = common.now(device)
-            next(running)
-            seconds = common.now(device) - began
+            start_time = common.synchronized_time(device)
+            next(rounds)
+            round_seconds = common.synchronized_time(device) - start_time
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        events: list[Event] = json.loads(path.read_text(encoding="utf-8", errors="replace"))[
-            "traceEvents"
-        ]
-    return [event for event in events if event.get("ph") in ("X", "M")], seconds
+        trace = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    events: list[Event] = [event for event in trace["traceEvents"] if event.get("ph") in ("X", "M")]
+    return events, round_seconds
 
 
-def busy(events: Iterable[Event]) -> float:
-    """Seconds in which the device was doing something: intervals that overlap count once."""
-    total = 0.0
-    end = 0.0
+def busy_seconds(events: Iterable[Event]) -> float:
+    """Return the seconds covered by events; where events overlap, time counts once."""
+    covered = 0.0
+    covered_until = 0.0
     for event in sorted(events, key=lambda event: float(event["ts"])):
         start = float(event["ts"])
-        stop = float(event["ts"]) + float(event["dur"])
-        total += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return total / 1e6
+        end = start + float(event["dur"])
+        covered += max(0.0, end - max(start, covered_until))
+        covered_until = max(covered_until, end)
+    return covered / 1e6
 
 
-def summed(events: Iterable[Event]) -> dict[str, dict[str, float]]:
-    """Count and seconds by name, the longest first."""
-    count = Counter[str]()
+def total_by_name(events: Iterable[Event]) -> dict[str, dict[str, float]]:
+    """Return count and total seconds of events by name, the longest first."""
+    counts = Counter[str]()
     seconds = Counter[str]()
     for event in events:
-        count[event["name"]] += 1
+        counts[event["name"]] += 1
         seconds[event["name"]] += event["dur"] / 1e6
-    return {name: {"count": count[name], "seconds": spent} for name, spent in seconds.most_common()}
-
-
-def summary(events: list[Event], profiled: float, unprofiled: float) -> dict[str, Any]:
-    """What a round's events come to."""
-    spans = [event for event in events if event["ph"] == "X"]
-    device = [event for event in spans if event.get("cat") in ON_DEVICE]
-    calls = [event for event in spans if event.get("cat") in BY_DRIVER]
-    copies = [event for event in device if event["cat"] != "kernel"]
-    working = busy(device)
     return {
-        "seconds profiled": profiled,
-        "seconds unprofiled": unprofiled,
-        "seconds busy": working,
-        "busy share of the profiled round": working / profiled,
-        "busy share of an unprofiled round": working / unprofiled,
-        "kernels": sum(event["cat"] == "kernel" for event in device),
-        "calls": summed(event for event in calls if any(word in event["name"] for word in CALLS)),
-        "copies": summed(copies),
-        "top kernels": summed(event for event in device if event["cat"] == "kernel"),
-        "host operations": summed(event for event in spans if event.get("cat") == "cpu_op"),
+        name: {"count": counts[name], "seconds": total} for name, total in seconds.most_common()
     }
 
 
-def described(name: str, found: dict[str, Any], top: int) -> str:
-    """A round's summary in Markdown."""
-    share = (
-        100 * found["busy share of the profiled round"],
-        100 * found["busy share of an unprofiled round"],
-    )
-    parts = [
-        f"## {name}",
-        f"{found['kernels']:,} kernels. GPU busy {1e3 * found['seconds busy']:.1f} ms: "
-        f"{share[0]:.0f} % of the "
-        f"profiled round ({1e3 * found['seconds profiled']:.1f} ms), {share[1]:.0f} % of an "
-        "unprofiled one (median "
-        f"{1e3 * found['seconds unprofiled']:.1f} ms). Two calls of cudaDeviceSynchronize are "
-        "this script's own.",
+def summarize(events: list[Event], profiled: float, unprofiled: float) -> dict[str, Any]:
+    """Summarize the events of a round.
+
+    Args:
+        events: Result of `profile_round`.
+        profiled: Seconds of the profiled round.
+        unprofiled: Median seconds of rounds without profiler.
+
+    Returns:
+        Times, busy shares, and totals by name, as written to the JSON file.
+    """
+    spans = [event for event in events if event["ph"] == "X"]
+    device_spans = [event for event in spans if event.get("cat") in DEVICE_CATEGORIES]
+    kernels = [event for event in device_spans if event["cat"] == "kernel"]
+    copies = [event for event in device_spans if event["cat"] != "kernel"]
+    calls = [
+        event
+        for event in spans
+        if event.get("cat") in DRIVER_CATEGORIES
+        and any(name in event["name"] for name in LISTED_CALLS)
     ]
-    for title, key, most in (
+    host_operations = [event for event in spans if event.get("cat") == "cpu_op"]
+    busy = busy_seconds(device_spans)
+    return {
+        "seconds profiled": profiled,
+        "seconds unprofiled": unprofiled,
+        "seconds busy": busy,
+        "busy share of the profiled round": busy / profiled,
+        "busy share of an unprofiled round": busy / unprofiled,
+        "kernels": len(kernels),
+        "calls": total_by_name(calls),
+        "copies": total_by_name(copies),
+        "top kernels": total_by_name(kernels),
+        "host operations": total_by_name(host_operations),
+    }
+
+
+def format_summary(title: str, summary: dict[str, Any], num_kernels: int) -> str:
+    """Format the summary of a round as Markdown.
+
+    Args:
+        title: Heading.
+        summary: Result of `summarize`.
+        num_kernels: How many kernels and host operations to list.
+
+    Returns:
+        Heading, text and tables.
+    """
+    busy_ms = 1e3 * summary["seconds busy"]
+    profiled_ms = 1e3 * summary["seconds profiled"]
+    unprofiled_ms = 1e3 * summary["seconds unprofiled"]
+    profiled_percent = 100 * summary["busy share of the profiled round"]
+    unprofiled_percent = 100 * summary["busy share of an unprofiled round"]
+    paragraphs = [
+        f"## {title}",
+        f"{summary['kernels']:,} kernels. GPU busy {busy_ms:.1f} ms: {profiled_percent:.0f} % of "
+        f"the profiled round ({profiled_ms:.1f} ms), {unprofiled_percent:.0f} % of an unprofiled "
+        f"one (median {unprofiled_ms:.1f} ms). Two calls of cudaDeviceSynchronize are this "
+        "script's own.",
+    ]
+    host_heading = f"the {num_kernels} host operations that took longest, inner ones included"
+    for heading, key, max_rows in (
         ("call", "calls", 1000),
         ("copy or fill", "copies", 1000),
-        (f"the {top} kernels that took longest", "top kernels", top),
-        (
-            f"the {top} host operations that took longest, inner ones included",
-            "host operations",
-            top,
-        ),
+        (f"the {num_kernels} kernels that took longest", "top kernels", num_kernels),
+        (host_heading, "host operations", num_kernels),
     ):
         rows = [
-            [f"`{label[:100]}`", f"{one['count']:,.0f}", f"{1e3 * one['seconds']:.2f} ms"]
-            for label, one in list(found[key].items())[:most]
+            [f"`{name[:100]}`", f"{total['count']:,.0f}", f"{1e3 * total['seconds']:.2f} ms"]
+            for name, total in list(summary[key].items())[:max_rows]
         ]
-        parts += [common.table([title, "count", "time"], rows)] if rows else []
-    return "\n\n".join(parts)
+        if rows:
+            paragraphs.append(common.markdown_table([heading, "count", "time"], rows))
+    return "\n\n".join(paragraphs)
 
 
-def packed(events: list[Event]) -> bytes:
-    """A trace as small as it may be: without arguments, but for what ties a call to its kernel."""
-    kept = []
+def compress_trace(events: list[Event]) -> bytes:
+    """Compress a trace; of the arguments, keep those that link a call to its kernel."""
+    slim_events = []
     for event in events:
         arguments = event.get("args", {})
-        slim: Event = {
+        slim_event: Event = {
             key: event[key]
             for key in ("ph", "cat", "name", "pid", "tid", "ts", "dur")
             if key in event
         }
-        slim["name"] = slim["name"][:120]
-        wanted = ("correlation",) if event["ph"] == "X" else ("name", "labels", "sort_index")
-        slim["args"] = {key: arguments[key] for key in wanted if key in arguments}
-        kept.append(slim)
-    return gzip.compress(json.dumps({"traceEvents": kept}, separators=(",", ":")).encode(), mtime=0)
+        slim_event["name"] = slim_event["name"][:120]
+        kept_keys = ("correlation",) if event["ph"] == "X" else ("name", "labels", "sort_index")
+        slim_event["args"] = {key: arguments[key] for key in kept_keys if key in arguments}
+        slim_events.append(slim_event)
+    text = json.dumps({"traceEvents": slim_events}, separators=(",", ":"))
+    return gzip.compress(text.encode(), mtime=0)
 
 
-def short_trace(options: argparse.Namespace, data: Dataset, algorithm: str) -> tuple[bytes, str]:
-    """The trace of a short round, and what it shows: all that stays below the limit."""
-    steps = options.short
-    host = True
+def record_short_trace(
+    options: argparse.Namespace, dataset: Dataset, algorithm: str
+) -> tuple[bytes, str]:
+    """Record a short round whose trace stays below the size limit.
+
+    Args:
+        options: The command line.
+        dataset: The data set.
+        algorithm: Name of the algorithm.
+
+    Returns:
+        The compressed trace, and a description of it.
+    """
+    num_steps = options.short
+    with_host = True
     while True:
-        events, _ = recorded(setting(options, algorithm, steps, short=True), data, host)
-        whole = packed(events)
-        if len(whole) < LIMIT or (steps == 1 and not host):
-            return (
-                whole,
-                f"a round of {steps} steps, {'with' if host else 'without'} PyTorch's operations",
-            )
-        steps = steps if host else max(1, steps // 2)
-        host = False
+        experiment = make_experiment(options, algorithm, num_steps, is_short=True)
+        events, _ = profile_round(experiment, dataset, with_host)
+        trace = compress_trace(events)
+        if len(trace) < MAX_TRACE_BYTES or (num_steps == 1 and not with_host):
+            with_or_without = "with" if with_host else "without"
+            return trace, f"a round of {num_steps} steps, {with_or_without} PyTorch's operations"
+        if with_host:
+            with_host = False
+        else:
+            num_steps = max(1, num_steps // 2)
 
 
-def setting(
-    options: argparse.Namespace, algorithm: str, steps: int, short: bool = False
+def make_experiment(
+    options: argparse.Namespace, algorithm: str, num_steps: int, is_short: bool = False
 ) -> Experiment:
-    """The paper's setting; a short round generates in as many steps as it trains."""
-    small = {"clients": 3, "batch_size": 8} if options.tiny else {}
-    tables = {"fedcog": {"start_round": 0, "steps": steps} | ({"count": 8} if options.tiny else {})}
-    return common.experiment(
+    """Return the paper's experiment.
+
+    Args:
+        options: The command line.
+        algorithm: Name of the algorithm.
+        num_steps: Local steps of a round.
+        is_short: Whether there are also only `num_steps` generation steps.
+
+    Returns:
+        The experiment; a tiny one if the command line asks for it.
+    """
+    tiny_settings = {"clients": 3, "batch_size": 8} if options.tiny else {}
+    fedcog_settings = {"start_round": 0}
+    if is_short or options.tiny:
+        fedcog_settings["steps"] = num_steps
+    if options.tiny:
+        fedcog_settings["count"] = 8
+    return common.paper_experiment(
         algorithm,
-        tables if short or options.tiny else None,
-        local_steps=steps,
+        {"fedcog": fedcog_settings},
+        local_steps=num_steps,
         device=str(options.device),
         mapping=options.mapping,
-        **small,
+        **tiny_settings,
     )
 
 
 def main() -> None:
-    """Profile every algorithm asked for, and write it down."""
-    parser = common.parser(__doc__, "results/trace.md")
+    """Profile the requested algorithms, and write the results after each."""
+    parser = common.make_parser(__doc__, "results/trace.md")
     parser.add_argument(
         "--mapping",
         default="auto",
-        help="how clients are run, as in fedcog run (default: %(default)s)",
+        help="how clients train, as in fedcog run (default: %(default)s)",
     )
     parser.add_argument("--algorithms", nargs="+", default=["fedavg", "fedcog"])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument(
-        "--short", type=int, default=20, help="local steps of the round whose trace is kept"
+        "--short", type=int, default=20, help="local steps of the round whose trace is written"
     )
-    parser.add_argument("--top", type=int, default=25, help="how many kernels are listed")
+    parser.add_argument("--top", type=int, default=25, help="how many kernels to list")
     options = parser.parse_args()
     options.device = find_device(options.device)
     if options.tiny:
         options.steps = 4
         options.short = 2
-    data = common.images(options.data, *((300, 20) if options.tiny else ()))
-    parts = []
-    results = {}
+    num_images = (300, 20) if options.tiny else ()
+    dataset = common.load_images(options.data, *num_images)
+    paragraphs = []
+    summaries = {}
     for algorithm in options.algorithms:
-        experiment = setting(options, algorithm, options.steps)
-        unprofiled = common.timed(experiment, data, warm=WARM, count=3).median
-        events, profiled = recorded(experiment, data, host=False)
-        results[algorithm] = found = summary(events, profiled, unprofiled)
-        parts.append(described(f"{algorithm}, {options.steps} steps", found, options.top))
-        whole, shows = short_trace(options, data, algorithm)
-        place = options.out.with_name(f"{options.out.stem}-{algorithm}.trace.json.gz")
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes(whole)
-        parts.append(f"{place.name}: {shows}, {len(whole) / 1e3:.0f} kB.")
-        facts = common.about(options.device, options.data)
-        common.write(options.out, "What a round does on the GPU", facts, parts, {"rounds": results})
+        experiment = make_experiment(options, algorithm, options.steps)
+        timing = common.time_rounds(experiment, dataset, num_warmup=NUM_WARMUP, num_timed=3)
+        events, profiled_seconds = profile_round(experiment, dataset, with_host=False)
+        summary = summarize(events, profiled_seconds, timing.median)
+        summaries[algorithm] = summary
+        title = f"{algorithm}, {options.steps} steps"
+        paragraphs.append(format_summary(title, summary, options.top))
+        trace, description = record_short_trace(options, dataset, algorithm)
+        path = options.out.with_name(f"{options.out.stem}-{algorithm}.trace.json.gz")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(trace)
+        paragraphs.append(f"{path.name}: {description}, {len(trace) / 1e3:.0f} kB.")
+        facts = common.describe_environment(options.device, options.data)
+        common.write_report(
+            options.out, "What a round does on the GPU", facts, paragraphs, {"rounds": summaries}
+        )
     print(options.out.with_suffix(".md").read_text())
 
 

@@ -1,4 +1,4 @@
-"""FedCOG around SCAFFOLD: the control variates stay SCAFFOLD's, FedCOG complements the data.
+"""Wrap SCAFFOLD in FedCOG: SCAFFOLD keeps its control variates, FedCOG adds generated inputs.
 
 python examples/around_scaffold.py
 """
@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import fedcog
 
-inner = fedcog.SCAFFOLD()
-# on the command line: scaffold+fedcog
-around = fedcog.FedCOG(inner, start_round=6, count=32, steps=20)
+scaffold = fedcog.SCAFFOLD()
+# On the command line: scaffold+fedcog
+scaffold_fedcog = fedcog.FedCOG(scaffold, start_round=6, count=32, steps=20)
 
 experiment = fedcog.Experiment(
-    algorithm=inner,
+    algorithm=scaffold,
     dataset="digits",
     partition="label-skew",
     clients=5,
@@ -24,18 +24,23 @@ experiment = fedcog.Experiment(
     threads=1,
     mapping="vmap",
 )
-alone = fedcog.run(experiment, "runs/scaffold", resume=True, report=False)
-both = fedcog.run(
-    replace(experiment, algorithm=around), "runs/scaffold+fedcog", resume=True, report=False
+plain_run = fedcog.run(experiment, "runs/scaffold", resume=True, report=False)
+wrapped_run = fedcog.run(
+    replace(experiment, algorithm=scaffold_fedcog),
+    "runs/scaffold+fedcog",
+    resume=True,
+    report=False,
 )
 
 print("round   scaffold   scaffold+fedcog")
-for (round, one), (_, other) in zip(alone.scores, both.scores, strict=True):
-    print(
-        f"{round:>5}{one:>11.1%}{other:>18.1%}"
-        + (" (FedCOG awake)" if round > around.start_round else "")
-    )
+for (round, plain_score), (_, wrapped_score) in zip(
+    plain_run.scores, wrapped_run.scores, strict=True
+):
+    note = " (FedCOG awake)" if round > scaffold_fedcog.start_round else ""
+    print(f"{round:>5}{plain_score:>11.1%}{wrapped_score:>18.1%}{note}")
 
-sent = [sum(client["up"] for client in run.lines[-1]["local"]) for run in (alone, both)]
-print(f"bytes that all clients sent in the last round: {sent[0]:,} and {sent[1]:,}")
+plain_bytes, wrapped_bytes = (
+    sum(client["up"] for client in run.lines[-1]["local"]) for run in (plain_run, wrapped_run)
+)
+print(f"bytes that all clients sent in the last round: {plain_bytes:,} and {wrapped_bytes:,}")
 print("one seed of a small problem: the comparison over three is in docs/study.md")

@@ -1,4 +1,4 @@
-"""Three methods over two seeds, side by side: a table here, and curves in one report.
+"""Compare three methods over two seeds: prints a table, and writes a report with curves.
 
 python examples/compare_methods.py
 """
@@ -9,7 +9,7 @@ import fedcog
 
 base = fedcog.Experiment(
     dataset="digits",
-    partition="label-skew",  # two kinds of digits a client
+    partition="label-skew",  # every client holds two digits
     clients=5,
     rounds=8,
     local_steps=10,
@@ -17,7 +17,7 @@ base = fedcog.Experiment(
     lr=0.05,
     evaluate_local=False,
     threads=1,
-    mapping="vmap",  # so small a network is faster with all clients at once
+    mapping="vmap",  # faster for a network this small: trains all clients at once
 )
 methods = (
     fedcog.FedAvg(),
@@ -25,8 +25,8 @@ methods = (
     fedcog.FedCOG(fedcog.FedAvg(), start_round=5, count=32, steps=20),
 )
 
-# Runs that are there already are read, not made again: add a method or a seed, and call it once
-# more.
+# Finished runs are read, not repeated. To extend the comparison, add a method or a seed and call
+# the program again.
 runs = fedcog.compare(
     [replace(base, algorithm=method) for method in methods], seeds=[0, 1], out="runs/three"
 )

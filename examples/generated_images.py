@@ -1,5 +1,4 @@
-"""Look at what FedCOG generates: noise on its way to inputs, above real pictures of the same
-classes, in one PNG.
+"""Save what FedCOG generates as a PNG: from noise to inputs, and real images of the same classes.
 
 python examples/generated_images.py
 """
@@ -25,26 +24,25 @@ experiment = fedcog.Experiment(
 )
 run = fedcog.run(experiment, "runs/generated", resume=True, report=False)
 
-# One client's images of each round that generated, at a few steps: values from 0 to 1, [step,
-# image, channel, y, x].
-made = load_file(sorted((run.path / "exhibits").iterdir())[-1])
-real = load_file(run.path / "federation.safetensors")
-same = [int((real["real_labels"] == label).nonzero()[0]) for label in made["labels"]]
-rows = [*made["images"], real["real_images"][same]]
+# A run stores one client's images of each round that generated. `images` has values from 0 to 1
+# and shape (generation steps, images, channels, height, width).
+generated = load_file(sorted((run.path / "exhibits").iterdir())[-1])
+federation = load_file(run.path / "federation.safetensors")
+real_indices = [
+    int((federation["real_labels"] == label).nonzero()[0]) for label in generated["labels"]
+]
+rows = [*generated["images"], federation["real_images"][real_indices]]
 
-# Each row side by side, the rows below each other, and every pixel six times as large.
-wall = np.concatenate(
+# Put images next to each other, rows below each other, and enlarge every pixel six times.
+grid = np.concatenate(
     [np.concatenate([np.pad(image[0], 1) for image in row], axis=1) for row in rows]
 )
-pixels = (255 * wall.clip(0, 1)).astype(np.uint8) if wall.dtype != np.uint8 else wall
-Image.fromarray(pixels).resize(
-    (6 * wall.shape[1], 6 * wall.shape[0]), Image.Resampling.NEAREST
-).save("generated.png")
+pixels = grid if grid.dtype == np.uint8 else (255 * grid.clip(0, 1)).astype(np.uint8)
+height, width = pixels.shape
+picture = Image.fromarray(pixels).resize((6 * width, 6 * height), Image.Resampling.NEAREST)
+picture.save("generated.png")
 
-print("asked for, from left to right:", *made["labels"].tolist())
-print(
-    "from top to bottom: after",
-    ", ".join(map(str, made["steps"].tolist())),
-    "steps; the last row is real",
-)
+steps = ", ".join(map(str, generated["steps"].tolist()))
+print("target labels, from left to right:", *generated["labels"].tolist())
+print(f"from top to bottom: after {steps} steps; the last row is real")
 print(f"last {run.last:.1%}; look at generated.png")

@@ -1,4 +1,4 @@
-"""Two algorithms of your own: one with a penalty, one with client state and a further payload.
+"""Write your own algorithms: one with a penalty, one with client state and an extra payload.
 
 fedcog run --algorithm examples/my_method.py:Sparse --Sparse.strength 0.001
 fedcog run --algorithm examples/my_method.py:Eager+fedcog --start-round 5
@@ -38,7 +38,7 @@ class Sparse(Algorithm):
 
 @dataclass(frozen=True)
 class Eager(Algorithm):
-    """FedAvg whose clients start a step further along their last update."""
+    """FedAvg whose clients start from the global model plus a fraction of their last update."""
 
     share: float = setting(0.1, "fraction of the last update to start with", ">= 0", "< 1")
 

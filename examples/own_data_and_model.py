@@ -1,4 +1,4 @@
-"""Your own arrays and your own network, in a federation of FedCOG around FedProx.
+"""Use your own arrays and network, with FedCOG around FedProx.
 
 python examples/own_data_and_model.py
 """
@@ -8,15 +8,15 @@ from torch import nn
 
 import fedcog
 
-# Any arrays will do: here 600 points in four dimensions, in three clouds.
-draw = np.random.default_rng(0)
+# Any arrays work. These are 600 points in four dimensions, in three clusters.
+rng = np.random.default_rng(0)
 labels = np.arange(600) % 3
-points = (draw.normal(size=(600, 4)) + 2.5 * np.eye(4)[labels]).astype(np.float32)
+points = (rng.normal(size=(600, 4)) + 2.5 * np.eye(4)[labels]).astype(np.float32)
 data = fedcog.from_arrays(
     points[:500], labels[:500], points[500:], labels[500:], classes=["red", "green", "blue"]
 )
 
-# Any nn.Module from inputs to logits will do, too.
+# Any nn.Module from inputs to logits works, too.
 network = nn.Sequential(nn.Linear(4, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 3))
 
 experiment = fedcog.Experiment(

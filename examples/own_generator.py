@@ -1,4 +1,4 @@
-"""A generator of your own, pre-trained on public images, makes the inputs of FedCOG.
+"""Give FedCOG your own generator, pre-trained on public images.
 
 python examples/own_generator.py
 """
@@ -9,15 +9,17 @@ from torch import nn
 import fedcog
 from fedcog.data import registry
 
-# Any nn.Module from noise to inputs will do: here from 32 random numbers to an image of 8x8.
+# Any nn.Module from noise to inputs works. This one maps 32 random numbers to an 8x8 image.
 torch.manual_seed(0)
 generator = nn.Sequential(
-    *(nn.Linear(32, 128), nn.BatchNorm1d(128), nn.ReLU()),
-    *(nn.Linear(128, 64), nn.Unflatten(1, (1, 8, 8))),
+    nn.Linear(32, 128),
+    nn.BatchNorm1d(128),
+    nn.ReLU(),
+    nn.Linear(128, 64),
+    nn.Unflatten(1, (1, 8, 8)),
 )
 
-# What it begins with: images like those of a public data set. Here, for want of another, it is the
-# clients' own.
+# Pre-train it on a public data set. To keep the example small, this is the clients' data set.
 public = registry.load("digits")
 fedcog.pretrain(generator, public, "generator.safetensors", noise=32, steps=200)
 

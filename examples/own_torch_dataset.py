@@ -1,4 +1,4 @@
-"""A torch Dataset of your own, such as torchvision's, whose examples are already at their clients.
+"""Use a torch Dataset, such as torchvision's, whose examples are already assigned to clients.
 
 python examples/own_torch_dataset.py
 """
@@ -11,29 +11,28 @@ import fedcog
 
 
 class Waves(Dataset[tuple[Tensor, int]]):
-    """Noisy waves of three speeds; any Dataset of (x, y) pairs works."""
+    """Noisy waves of three frequencies. Any Dataset of (x, y) pairs works."""
 
-    def __init__(self, count: int, seed: int) -> None:
-        draw = torch.Generator().manual_seed(seed)
-        self.labels = torch.randint(3, (count,), generator=draw).tolist()
-        self.phase = torch.rand(count, generator=draw)
-        self.noise = torch.randn(count, 32, generator=draw)
+    def __init__(self, num_waves: int, seed: int) -> None:
+        rng = torch.Generator().manual_seed(seed)
+        self.labels = torch.randint(3, (num_waves,), generator=rng).tolist()
+        self.phases = torch.rand(num_waves, generator=rng)
+        self.noise = torch.randn(num_waves, 32, generator=rng)
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, place: int) -> tuple[Tensor, int]:
-        label = self.labels[place]
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        label = self.labels[index]
         time = torch.linspace(0, 6.28, 32)
-        return torch.sin((1 + label) * time + 6.28 * self.phase[place]) + 0.8 * self.noise[
-            place
-        ], label
+        wave = torch.sin((1 + label) * time + 6.28 * self.phases[index])
+        return wave + 0.8 * self.noise[index], label
 
 
-# Who holds what is known here: four clients, of which the first two lack the fastest waves.
+# Assign examples to four clients. The first two have no waves of the highest frequency.
 train = Waves(400, seed=0)
-slow = [place for place, label in enumerate(train.labels) if label < 2][:160]
-rest = [place for place in range(400) if place not in set(slow)]
+slow = [index for index, label in enumerate(train.labels) if label < 2][:160]
+rest = [index for index in range(400) if index not in set(slow)]
 data = fedcog.from_torch(
     train,
     Waves(200, seed=1),

@@ -1,5 +1,4 @@
-"""A model for each client: fine-tuning, FedRep's own heads, Ditto's own models, and Ditto with
-FedCOG.
+"""Train a model per client: fine-tuning, FedRep (personal heads), Ditto, and Ditto with FedCOG.
 
 python examples/personalise.py
 """
@@ -29,12 +28,11 @@ methods = {
     "Ditto with FedCOG": fedcog.FedCOG(ditto, start_round=4, count=32, steps=20),
 }
 
-# Personal: each client's own model on its own mix of labels. FedRep's global model has an untrained
-# head.
+# "personal" is the mean score of the clients' models, each on the client's own label mix. The head
+# of FedRep's global model is untrained.
 print(f"{'last round':<22}{'personal':>10}{'worst client':>14}{'global':>9}")
 for name, method in methods.items():
-    run = fedcog.run(
-        replace(base, algorithm=method), f"runs/personal/{name}", resume=True, report=False
-    )
+    experiment = replace(base, algorithm=method)
+    run = fedcog.run(experiment, f"runs/personal/{name}", resume=True, report=False)
     worst = min(client["own_accuracy"] for client in run.lines[-1]["local"])
     print(f"{name:<22}{run.personal[-1]:>10.1%}{worst:>14.1%}{run.last:>9.1%}")

@@ -1,4 +1,4 @@
-"""Stop a run and go on with it: the same numbers, and the same checkpoint byte for byte.
+"""Stop a run and resume it: the numbers are the same, and the checkpoint is the same in every byte.
 
 python examples/stop_and_resume.py
 """
@@ -8,9 +8,8 @@ from pathlib import Path
 import fedcog
 
 experiment = fedcog.Experiment(
-    algorithm=fedcog.FedCOG(
-        fedcog.SCAFFOLD(), start_round=4, count=32, steps=10
-    ),  # clients that keep two things each
+    # Both algorithms keep client state: SCAFFOLD a control variate, FedCOG the previous model.
+    algorithm=fedcog.FedCOG(fedcog.SCAFFOLD(), start_round=4, count=32, steps=10),
     dataset="digits",
     beta=0.5,
     clients=6,
@@ -22,28 +21,27 @@ experiment = fedcog.Experiment(
     evaluate_local=False,
     threads=1,
 )
-whole = fedcog.run(experiment, "runs/whole", resume=True, report=False)
+uninterrupted = fedcog.run(experiment, "runs/whole", resume=True, report=False)
 
-# After five rounds somebody presses Ctrl-C. A kill -9 or a power cut would do as well.
-rounds = Path("runs/stopped/rounds.jsonl")
+# Stop after five rounds, as Ctrl-C does. The run also survives kill -9 and a power cut.
+rounds_file = Path("runs/stopped/rounds.jsonl")
 try:
     fedcog.run(
         experiment,
         "runs/stopped",
         resume=True,
         report=False,
-        should_stop=lambda: len(rounds.read_text().splitlines()) == 5,
+        should_stop=lambda: len(rounds_file.read_text().splitlines()) == 5,
     )
-except fedcog.Interrupted as stop:
-    print(stop)
+except fedcog.Interrupted as interruption:
+    print(interruption)
 
-again = fedcog.run(
-    experiment, "runs/stopped", resume=True, report=False
-)  # fedcog run --resume runs/stopped
-for (round, one), (_, other) in zip(whole.scores, again.scores, strict=True):
-    print(f"round {round}: {one:.4f} and {other:.4f}" + (" (resumed)" if round > 5 else ""))
-same = (
-    Path("runs/whole/checkpoint.safetensors").read_bytes()
-    == Path("runs/stopped/checkpoint.safetensors").read_bytes()
-)
-print(f"last {again.last:.1%}; the checkpoints are", "the same" if same else "different")
+# On the command line: fedcog run --resume runs/stopped
+resumed = fedcog.run(experiment, "runs/stopped", resume=True, report=False)
+for (round, score), (_, resumed_score) in zip(uninterrupted.scores, resumed.scores, strict=True):
+    note = " (resumed)" if round > 5 else ""
+    print(f"round {round}: {score:.4f} and {resumed_score:.4f}{note}")
+checkpoint = Path("runs/whole/checkpoint.safetensors").read_bytes()
+resumed_checkpoint = Path("runs/stopped/checkpoint.safetensors").read_bytes()
+is_same = checkpoint == resumed_checkpoint
+print(f"last {resumed.last:.1%}; the checkpoints are", "the same" if is_same else "different")

@@ -1,6 +1,4 @@
-"""A client app in the shape of Flower's quickstart; the lines marked FedCOG are what was added to
-it.
-"""
+"""A client app that follows Flower's quickstart. The lines marked FedCOG were added."""
 
 from typing import Any
 
@@ -15,13 +13,12 @@ app = ClientApp()
 
 @app.train()
 def local_training(message: Message, context: Context) -> Message:
-    """Train the model that was sent on this client's data, and send it back."""
+    """Train the received model on this client's data, and send it back."""
     net = Net()
     net.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
-    partition, partitions = (
-        int(context.node_config[key]) for key in ("partition-id", "num-partitions")
-    )
-    loader, _ = load_data(partition, partitions)
+    partition_id = int(context.node_config["partition-id"])
+    num_partitions = int(context.node_config["num-partitions"])
+    loader, _ = load_data(partition_id, num_partitions)
     config: dict[str, Any] = dict(message.content.config_records["config"])
     made = None
     if "previous" in context.state and config["server-round"] > config["fedcog-from"]:  # FedCOG
@@ -29,12 +26,13 @@ def local_training(message: Message, context: Context) -> Message:
         previous.load_state_dict(
             context.state.array_records["previous"].to_torch_state_dict()
         )  # FedCOG
-        class_counts = loader.dataset.tensors[1].bincount(minlength=10)  # type: ignore[attr-defined]  # FedCOG
+        class_counts = loader.dataset[:][1].bincount(minlength=10)  # FedCOG
         made = fedcog.generate(
-            net, previous, class_counts, [64], round=config["server-round"], client=partition
+            net, previous, class_counts, [64], round=config["server-round"], client=partition_id
         )  # FedCOG
     loss = train(net, loader, epochs=1, lr=config["lr"], made=made)
     context.state["previous"] = ArrayRecord(net.state_dict())  # FedCOG
-    metrics = MetricRecord({"loss": loss, "num-examples": len(loader.dataset)})  # type: ignore[arg-type]
+    num_examples = len(loader.dataset)  # type: ignore[arg-type]
+    metrics = MetricRecord({"loss": loss, "num-examples": num_examples})
     content = RecordDict({"arrays": ArrayRecord(net.state_dict()), "metrics": metrics})
     return Message(content=content, reply_to=message)

@@ -1,4 +1,4 @@
-"""A server app in the shape of Flower's quickstart: FedAvg, which knows nothing of FedCOG."""
+"""A server app that follows Flower's quickstart: FedAvg, unchanged by FedCOG."""
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
@@ -11,14 +11,15 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Rounds of FedAvg, the model tried out after each."""
+    """Run FedAvg, and test the global model after every round."""
     torch.manual_seed(0)
     accuracies: list[float] = []
 
     def evaluate(round: int, arrays: ArrayRecord) -> MetricRecord:
         net = Net()
         net.load_state_dict(arrays.to_torch_state_dict())
-        accuracies.append(test(net, load_data(0, 5)[1]))
+        _, test_set = load_data(0, 5)
+        accuracies.append(test(net, test_set))
         return MetricRecord({"accuracy": accuracies[-1]})
 
     settings = context.run_config

@@ -1,4 +1,7 @@
-"""The app in Flower's simulation engine, five clients with two digits each: python simulate.py."""
+"""Run the app in Flower's simulation engine, with five clients that hold two digits each.
+
+python simulate.py
+"""
 
 from client_app import app as client
 from flwr.simulation import run_simulation

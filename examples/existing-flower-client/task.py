@@ -1,4 +1,4 @@
-"""A network, its data and its training: plain PyTorch that knows of no federation."""
+"""Network, data and training in plain PyTorch, without federated learning."""
 
 import torch
 import torch.nn.functional as F
@@ -18,26 +18,27 @@ class Net(nn.Module):
         self.head = nn.Linear(64, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The logits."""
+        """Return the logits, `(B, 10)`."""
         logits: Tensor = self.head(F.relu(self.hidden(x)))
         return logits
 
 
 def load_data(
-    partition: int, partitions: int
+    partition_id: int, num_partitions: int
 ) -> tuple[DataLoader[tuple[Tensor, ...]], TensorDataset]:
-    """One client's digits, of every class whose number modulo the partitions is its own; and
-    everybody's test set.
+    """Load a client's training set and the common test set.
+
+    The client holds the digits that equal its partition modulo the number of partitions.
     """
-    pictures, digits = (torch.tensor(part) for part in load_digits(return_X_y=True))
-    x = pictures.float() / 8 - 1
-    y = digits
-    own = y[:1400] % partitions == partition
-    shuffled = torch.Generator().manual_seed(partition)
-    train = DataLoader(
-        TensorDataset(x[:1400][own], y[:1400][own]), 32, shuffle=True, generator=shuffled
-    )
-    return train, TensorDataset(x[1400:], y[1400:])
+    images, y = (torch.tensor(array) for array in load_digits(return_X_y=True))
+    x = images.float() / 8 - 1
+    train_x = x[:1400]
+    train_y = y[:1400]
+    is_own = train_y % num_partitions == partition_id
+    rng = torch.Generator().manual_seed(partition_id)
+    train_set = TensorDataset(train_x[is_own], train_y[is_own])
+    train_loader = DataLoader(train_set, 32, shuffle=True, generator=rng)
+    return train_loader, TensorDataset(x[1400:], y[1400:])
 
 
 def train(
@@ -47,7 +48,7 @@ def train(
     lr: float,
     made: fedcog.GeneratedData | None = None,  # FedCOG
 ) -> float:
-    """Local training: the last loss."""
+    """Train the network in place, and return the loss of the last step."""
     optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
     for _ in range(epochs):
         for x, y in loader:
@@ -60,6 +61,6 @@ def train(
 
 
 def test(net: Net, data: TensorDataset) -> float:
-    """The share of right answers."""
+    """Return the accuracy."""
     x, y = data.tensors
     return float((net(x).argmax(-1) == y).float().mean())

@@ -1,4 +1,4 @@
-"""The two halves of a federation, as Flower runs them: one at the server, one at every node."""
+"""The two apps of a federation, as Flower runs them: one on the server, one on every node."""
 
 from fedcog.deploy.apps import client_app, server_app
 

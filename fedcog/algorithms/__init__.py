@@ -6,6 +6,7 @@ To add an algorithm: write its file, then add its class to `ALGORITHMS`.
 from fedcog.algorithms.base import Algorithm
 from fedcog.algorithms.ditto import Ditto
 from fedcog.algorithms.fedadam import FedAdam
+from fedcog.algorithms.fedavg import FedAvg
 from fedcog.algorithms.fedavgm import FedAvgM
 from fedcog.algorithms.fedcog import FedCOG
 from fedcog.algorithms.feddecorr import FedDecorr
@@ -36,9 +37,6 @@ from fedcog.algorithms.types import (
 )
 from fedcog.algorithms.vhl import VHL
 from fedcog.algorithms.wrapper import RecordedAlgorithm, RecordedWrapper, Wrapper
-
-FedAvg = Algorithm
-"""The base class as it stands."""
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedavg": FedAvg,

@@ -150,7 +150,7 @@ class Algorithm:
         """The first round, from 0, in which clients generate inputs; None if they never do."""
         return None
 
-    def draws(self, round: int, model: Model, batch_size: int) -> dict[str, Draw]:
+    def request_draws(self, round: int, model: Model, batch_size: int) -> dict[str, Draw]:
         """Request random tensors.
 
         Args:

@@ -20,7 +20,7 @@ from fedcog.algorithms.types import (
 from fedcog.algorithms.wrapper import Wrapper
 from fedcog.core import tree
 from fedcog.core.settings import setting
-from fedcog.core.tasks import Labels
+from fedcog.core.tasks import LabelChoice
 from fedcog.core.tree import Params, State
 from fedcog.models import generators
 from fedcog.models.checks import ModelError
@@ -90,7 +90,7 @@ class FedCOG(Wrapper):
         "global+local",
         "models that shape the inputs: both, the global one, or none (noise); nothing: no inputs",
     )
-    labels: Labels = setting(
+    labels: LabelChoice = setting(
         "complementary", "target labels: those that the client lacks, or all alike"
     )
     supervision: Literal["soft", "hard"] = setting(
@@ -129,14 +129,14 @@ class FedCOG(Wrapper):
         """The first round, from 0, in which clients generate inputs."""
         return self.start_round
 
-    def draws(self, round: int, model: Model, batch_size: int) -> dict[str, Draw]:
+    def request_draws(self, round: int, model: Model, batch_size: int) -> dict[str, Draw]:
         """Request noise, once generation has started; all other hooks depend on it.
 
         Returns:
             Requests by name.
         """
         self._check_model(model)
-        inner = self.inner.draws(round, model, batch_size)
+        inner = self.inner.request_draws(round, model, batch_size)
         if not self._is_active(round):
             return inner
         draws = {"noise": Draw((self.count, *model.input_shape))}

@@ -62,13 +62,13 @@ class Varied(FedCOG):
         model: Params = server["average"] if self.average else super().server_model(server)
         return model
 
-    def draws(self, round: int, model: Model, batch_size: int) -> dict[str, Draw]:
+    def request_draws(self, round: int, model: Model, batch_size: int) -> dict[str, Draw]:
         """Also request real examples for the feature statistics.
 
         Returns:
             Requests by name.
         """
-        draws = super().draws(round, model, batch_size)
+        draws = super().request_draws(round, model, batch_size)
         if self.like and "noise" in draws:
             draws = draws | {"real": Draw((self.count,), kind="examples")}
         return draws

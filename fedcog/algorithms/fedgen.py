@@ -61,7 +61,7 @@ class FedGen(Algorithm):
             self.noise, model.num_classes, self.hidden, model.num_features
         )
 
-    def draws(self, round: int, model: Model, batch_size: int) -> dict[str, Draw]:
+    def request_draws(self, round: int, model: Model, batch_size: int) -> dict[str, Draw]:
         """Request the generator's initial weights, its training data, and the clients' noise.
 
         Returns:

@@ -42,13 +42,13 @@ class FedReg(Algorithm):
     perturbed_lr: float = setting(1e-3, "step size of perturbed inputs", ">= 0")
     count: int = setting(512, "number of the client's examples that are moved each round", "> 0")
 
-    def draws(self, round: int, model: Model, batch_size: int) -> dict[str, Draw]:
+    def request_draws(self, round: int, model: Model, batch_size: int) -> dict[str, Draw]:
         """Request some of the client's own examples.
 
         Returns:
             Requests by name.
         """
-        return super().draws(round, model, batch_size) | {
+        return super().request_draws(round, model, batch_size) | {
             "own": Draw((self.count,), kind="examples")
         }
 

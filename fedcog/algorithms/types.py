@@ -64,7 +64,7 @@ class StepGradient(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """A random tensor that an algorithm requests by name in `draws`.
+    """A random tensor that an algorithm requests by name in `request_draws`.
 
     Randomness is a function of (seed, name, round, client), so a run never stores generator states.
 

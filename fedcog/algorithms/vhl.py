@@ -49,7 +49,7 @@ class VHL(Wrapper):
         "separate", "virtual classes: additional outputs, or the natural classes"
     )
 
-    def draws(self, round: int, model: Model, batch_size: int) -> dict[str, Draw]:
+    def request_draws(self, round: int, model: Model, batch_size: int) -> dict[str, Draw]:
         """Request the numbers that virtual data are made of, the same in every round.
 
         Returns:
@@ -74,7 +74,7 @@ class VHL(Wrapper):
                 "virtual_mean": (model.num_classes, *shape),
                 "virtual_noise": (self.virtual, *shape),
             }
-        inner = self.inner.draws(round, model, batch_size)
+        inner = self.inner.request_draws(round, model, batch_size)
         return inner | {name: Draw(shape, "federation") for name, shape in shapes.items()}
 
     def server_init(self, init: FederationInit) -> State:

@@ -70,13 +70,13 @@ class Wrapper(Algorithm):
         """The inner start of generation."""
         return self.inner.generation_start
 
-    def draws(self, round: int, model: Model, batch_size: int) -> dict[str, Draw]:
+    def request_draws(self, round: int, model: Model, batch_size: int) -> dict[str, Draw]:
         """Call the inner hook.
 
         Returns:
             Requests by name.
         """
-        return self.inner.draws(round, model, batch_size)
+        return self.inner.request_draws(round, model, batch_size)
 
     def server_init(self, init: FederationInit) -> State:
         """Call the inner hook."""

@@ -16,7 +16,7 @@ import torch
 
 import fedcog
 from fedcog.data import DATASETS, array_store, registry
-from fedcog.models.ops import images as ops_images
+from fedcog.models.ops import augmentation
 
 REQUIRED_PACKAGES = {
     "numpy": "numpy",
@@ -207,8 +207,8 @@ def _check_kernels() -> str:
         torch.full((1, 1, 1), 0.5),
         torch.ones(1, 1, 1),
     )
-    made = ops_images.gather_inputs(*(one.cuda() for one in given))
-    assert torch.allclose(made.cpu(), ops_images.gather_inputs(*given)), (
+    made = augmentation.gather_inputs(*(one.cuda() for one in given))
+    assert torch.allclose(made.cpu(), augmentation.gather_inputs(*given)), (
         "a kernel and torch give different results"
     )
     return "compiled; they agree with torch"

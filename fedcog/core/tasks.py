@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedcog.core.tree import Params
 
-Labels = Literal["complementary", "uniform"]
+LabelChoice = Literal["complementary", "uniform"]
 """Which target labels to generate inputs for: those that a client lacks, or all alike."""
 
 Metric = Literal["accuracy", "o_f1"]
@@ -98,14 +98,18 @@ class Task(Protocol):
         """Return the number of examples with 0, 1, 2, ... labels."""
 
     def targets(
-        self, class_counts: Tensor, label_set_sizes: Tensor, labels: Labels, uniform: Tensor
+        self,
+        class_counts: Tensor,
+        label_set_sizes: Tensor,
+        label_choice: LabelChoice,
+        uniform: Tensor,
     ) -> Tensor:
         """Return labels to generate inputs for.
 
         Args:
             class_counts: The client's examples of each class, `(C,)`.
             label_set_sizes: The client's examples with 0, 1, 2, ... labels.
-            labels: Which labels to ask for.
+            label_choice: Which labels to ask for.
             uniform: Random numbers between 0 and 1, `(N, 1 + C)`.
 
         Returns:
@@ -214,7 +218,11 @@ class SingleLabel:
         return torch.tensor([0, len(labels)], device=labels.device)
 
     def targets(
-        self, class_counts: Tensor, label_set_sizes: Tensor, labels: Labels, uniform: Tensor
+        self,
+        class_counts: Tensor,
+        label_set_sizes: Tensor,
+        label_choice: LabelChoice,
+        uniform: Tensor,
     ) -> Tensor:
         """Allocate labels in proportion to what is missing, by largest remainder.
 
@@ -224,7 +232,7 @@ class SingleLabel:
             `(N,)`.
         """
         number = len(uniform)
-        shares = _target_shares(self.missing(class_counts), labels)
+        shares = _target_shares(self.missing(class_counts), label_choice)
         quota = number * shares // shares.sum()
         remainder = number * shares % shares.sum()
         rank = (-remainder).argsort(stable=True).argsort()
@@ -321,7 +329,11 @@ class MultiLabel:
         return torch.bincount(labels.sum(-1), minlength=self.num_classes + 1)
 
     def targets(
-        self, class_counts: Tensor, label_set_sizes: Tensor, labels: Labels, uniform: Tensor
+        self,
+        class_counts: Tensor,
+        label_set_sizes: Tensor,
+        label_choice: LabelChoice,
+        uniform: Tensor,
     ) -> Tensor:
         """Draw label sets of the sizes that the client's own examples have, but at least one label.
 
@@ -331,7 +343,7 @@ class MultiLabel:
         Returns:
             `(N, C)` booleans.
         """
-        shares = _target_shares(self.missing(class_counts), labels)
+        shares = _target_shares(self.missing(class_counts), label_choice)
         cumulative = label_set_sizes.cumsum(0)
         set_size = (uniform[:, :1] * label_set_sizes.sum() >= cumulative).sum(-1, keepdim=True)
         gumbel = -(-uniform[:, 1:].clamp(min=1e-30).log()).log()
@@ -431,9 +443,9 @@ def mean_average_precision(scores: Tensor, labels: Tensor) -> Tensor:
     return average_precision.sum() / (num_positive > 0).sum().clamp(min=1)
 
 
-def _target_shares(missing: Tensor, labels: Labels) -> Tensor:
+def _target_shares(missing: Tensor, label_choice: LabelChoice) -> Tensor:
     """Return in which proportion to ask for labels: as they are missing, or alike."""
-    shares = torch.ones_like(missing) if labels == "uniform" else missing
+    shares = torch.ones_like(missing) if label_choice == "uniform" else missing
     return torch.where(shares.sum() == 0, torch.ones_like(shares), shares)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedcog.core import rng
 from fedcog.data.datasets import Dataset
-from fedcog.models.ops import images
+from fedcog.models.ops import augmentation
 
 MAX_INPUT_BYTES = 2**30
 """On a CPU, a training set up to this size (in bytes) is stored as normalized inputs."""
@@ -152,7 +152,7 @@ class FederatedData:
         crops = None
         if self.augment:
             words = rng.words(self.seed, "augmentation", round, client_ids.to(self.device), count)
-            offsets = rng.integers(words[..., :2], 2 * images.PADDING + 1)
+            offsets = rng.integers(words[..., :2], 2 * augmentation.PADDING + 1)
             flips = rng.integers(words[..., 2:3], 2)
             crops = torch.cat([offsets, flips], dim=-1).reshape(len(client_ids), steps, batch, 3)
         return BatchPlan(indices.reshape(len(client_ids), steps, batch), crops)
@@ -180,7 +180,7 @@ class FederatedData:
         if store is None:
             store = self.example_store | self.stage(indices)
             indices = torch.arange(indices.numel(), device=self.device).reshape(indices.shape)
-        x = images.gather_inputs(store["x"], indices, crops, store["mean"], store["std"])
+        x = augmentation.gather_inputs(store["x"], indices, crops, store["mean"], store["std"])
         return {"x": x, "y": store["y"][indices]}
 
     def stage(self, indices: Tensor) -> dict[str, Tensor]:
@@ -193,7 +193,7 @@ class FederatedData:
 
     def to_inputs(self, x: Tensor) -> Tensor:
         """Convert stored examples to inputs: images are scaled to [0, 1] and normalized."""
-        return images.normalize(x.to(self.device), self._mean, self._std)
+        return augmentation.normalize(x.to(self.device), self._mean, self._std)
 
     def to_images(self, x: Tensor) -> Tensor:
         """Convert inputs back to uint8 images, with clipping."""

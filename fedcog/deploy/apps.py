@@ -22,7 +22,7 @@ from fedcog.algorithms import ALGORITHMS, Algorithm
 from fedcog.core.settings import ConfigError
 from fedcog.core.tasks import METRIC_LABELS, metric_of
 from fedcog.data import Dataset, node_data
-from fedcog.deploy.settings import DEPLOYMENT_DEFAULTS
+from fedcog.deploy.defaults import DEPLOYMENT_DEFAULTS
 from fedcog.federation.flower_client import ClientApp, Context
 from fedcog.federation.flower_client import client_app as flower_client
 from fedcog.federation.flower_messages import NodeSetup

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from fedcog.core.settings import ConfigError
 from fedcog.core.toml import to_toml_value
-from fedcog.deploy.settings import DEPLOYMENT_DEFAULTS
+from fedcog.deploy.defaults import DEPLOYMENT_DEFAULTS
 from fedcog.runs.config.composition import algorithm_name, named_layers
 from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.flower_runs import deployment_faults

@@ -204,7 +204,7 @@ class Cohort:
         """
         drawn: State = {}
         device_ids = client_ids.to(self.data.device)
-        requests = algorithm.draws(round, self.model, self.config.batch_size)
+        requests = algorithm.request_draws(round, self.model, self.config.batch_size)
         for name, (shape, requested_scope, kind) in requests.items():
             if requested_scope != scope:
                 continue
@@ -387,7 +387,7 @@ class Cohort:
         stopwatch.lap("generation")
 
         state = training.init_state(inputs, buffers, zero)._asdict()
-        inputs = inputs._replace(extra=extra.groups, stock=self.data.example_store)
+        inputs = inputs._replace(extra=extra.groups, dataset=self.data.example_store)
         plan = self._plan_of_runs(spec, runs, num_steps, extra)
         key = ("training", spec.algorithm, training.variable_steps, training.per_client_broadcast)
         for chunk in self._plan_chunks(plan, longest):
@@ -465,7 +465,7 @@ class Cohort:
         client_ids = clients.client_ids.reshape(-1)
         device_ids = client_ids.to(self.data.device)
         real = self.data.plan_batches(spec.round, client_ids, num_steps, batch_size)
-        served = {}
+        extra_indices = {}
         for group, examples in extra.groups.items():
             axis = clients.client_ids.dim()
             sizes = torch.full_like(client_ids, next(iter(examples.values())).shape[axis])
@@ -477,10 +477,10 @@ class Cohort:
                 sizes,
                 num_steps * batch_size,
             )
-            served[group] = index.reshape(len(client_ids), num_steps, batch_size)
-        drawn = self.draws(spec.algorithm, "step", spec.round, client_ids, num_steps)
-        plan: State = {"picks": real.indices, "served": served, "drawn": drawn}
-        return plan if real.crops is None else plan | {"moves": real.crops}
+            extra_indices[group] = index.reshape(len(client_ids), num_steps, batch_size)
+        draws = self.draws(spec.algorithm, "step", spec.round, client_ids, num_steps)
+        plan: State = {"indices": real.indices, "extra_indices": extra_indices, "draws": draws}
+        return plan if real.crops is None else plan | {"crops": real.crops}
 
     def _plan_chunks(self, plan: State, num_steps: int) -> "Iterator[PlanChunk]":
         """Split the plan if the data set is streamed from host memory; else yield it whole."""
@@ -490,11 +490,11 @@ class Cohort:
         device = self.data.device
         for first_step in range(0, num_steps, STEPS_PER_LAUNCH):
             rows = torch.arange(first_step, first_step + STEPS_PER_LAUNCH, device=device)
-            rows = rows.clamp(max=len(plan["picks"]) - 1)
+            rows = rows.clamp(max=len(plan["indices"]) - 1)
             part = tree.take(plan, rows)
-            staged = self.data.stage(part["picks"])
-            order = torch.arange(part["picks"].numel(), device=device)
-            part |= {"picks": order.reshape(part["picks"].shape)}
+            staged = self.data.stage(part["indices"])
+            order = torch.arange(part["indices"].numel(), device=device)
+            part |= {"indices": order.reshape(part["indices"].shape)}
             steps = min(STEPS_PER_LAUNCH, num_steps - first_step)
             yield PlanChunk(first_step, steps, part, staged)
 
@@ -567,7 +567,7 @@ class Cohort:
             if "randomness" in str(error):
                 raise ModelError(
                     "the algorithm or the network draws its own random numbers, which cannot be "
-                    "repeated: an algorithm requests them in `draws`."
+                    "repeated: an algorithm requests them in `request_draws`."
                 ) from error
             reason = str(error).strip().splitlines()[0]
             raise ModelError(

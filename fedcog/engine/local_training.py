@@ -79,7 +79,7 @@ class RoundInputs(NamedTuple):
         round: Current round, from 0, a 0-d tensor.
         buffers: Running statistics at the start of the round; for generation.
         plan: Batch indices, crops and random tensors of all steps, `(S, K, ...)`; for training.
-        stock: The data set; large, and never copied.
+        dataset: The data set; large, and never copied.
         staged: The examples of this plan, if the data set is streamed from host memory.
         extra: Extra data by group, `(K, N, ...)`.
         first_step: The step at which `plan` begins, a 0-d tensor.
@@ -91,7 +91,7 @@ class RoundInputs(NamedTuple):
     round: Tensor
     buffers: Params | None = None
     plan: State | None = None
-    stock: Params | None = None
+    dataset: Params | None = None
     staged: Params | None = None
     extra: dict[str, Batch] | None = None
     first_step: Tensor | None = None
@@ -451,11 +451,11 @@ class LocalTraining(NamedTuple):
         assert inputs.first_step is not None
         row = (step - inputs.first_step).reshape(1)
         plan: State = tree.apply(lambda value: value.index_select(0, row)[0], inputs.plan)
-        examples = (inputs.stock or {}) | (inputs.staged or {})
-        batch: Batch = self.data.examples(plan["picks"], plan.get("moves"), examples)
-        for group, index in plan["served"].items():
+        examples = (inputs.dataset or {}) | (inputs.staged or {})
+        batch: Batch = self.data.examples(plan["indices"], plan.get("crops"), examples)
+        for group, index in plan["extra_indices"].items():
             batch[group] = self.map_clients(tree.take)(inputs.extra[group], index)
-        return batch | {"draws": plan["drawn"]}
+        return batch | {"draws": plan["draws"]}
 
     def finish(self, state: TrainingState, inputs: RoundInputs, work: LocalWork) -> ClientResults:
         """Compute what the clients keep and send.

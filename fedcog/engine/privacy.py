@@ -22,27 +22,27 @@ class Privacy:
 
     A payload is scaled down to the L2 norm `clip`, which bounds its effect on a round's sum.
     Gaussian noise of standard deviation `noise` times `clip` is added to the sum (`central`: the
-    server is trusted) or to every payload (`local`). Sums are divided by `count`, however many
-    clients answer.
+    server is trusted) or to every payload (`local`). Sums are divided by
+    `clients_per_round`, however many clients answer.
 
     Attributes:
-        where: Where noise is added.
+        noise_at: Where noise is added.
         clip: Clipping norm.
         noise: Noise multiplier.
         delta: Delta at which epsilon is reported.
-        clients: Number of all clients.
-        count: Number of clients in a round.
+        num_clients: Number of all clients.
+        clients_per_round: Number of clients in a round.
         seed: Seed of the noise.
         simulated: Whether noise comes from the seed, so that runs can be repeated, instead of the
             operating system's entropy.
     """
 
-    where: Literal["central", "local"]
+    noise_at: Literal["central", "local"]
     clip: float
     noise: float
     delta: float
-    clients: int
-    count: int
+    num_clients: int
+    clients_per_round: int
     seed: int
     simulated: bool = True
 
@@ -66,7 +66,7 @@ class Privacy:
         factor = (self.clip / norm.clamp(min=1e-300)).clamp(max=1.0)
         for name, value in flat.items():
             clipped = value * factor.to(value.dtype).reshape(-1, *[1] * (value.dim() - 1))
-            if self.where == "local":
+            if self.noise_at == "local":
                 clipped = self._add_noise(name, clipped, client_ids, round)
             flat[name] = clipped
         return tree.unflatten_like(private, flat) | constant
@@ -84,12 +84,12 @@ class Privacy:
         private, constant = _split(total)
         flat = tree.flatten(private)
         server = torch.zeros(1, dtype=torch.int64)
-        if self.where == "central":
+        if self.noise_at == "central":
             flat = {
                 name: self._add_noise(name, value[None], server, round)[0]
                 for name, value in flat.items()
             }
-        counts = tree.apply(lambda value: torch.full_like(value, self.count), constant)
+        counts = tree.apply(lambda value: torch.full_like(value, self.clients_per_round), constant)
         return tree.unflatten_like(private, flat) | counts
 
     def _add_noise(self, name: str, value: Tensor, client_ids: Tensor, round: int) -> Tensor:
@@ -119,21 +119,23 @@ class Privacy:
         """
         if not self.noise:
             return float("inf")
-        if self.where == "local":
+        if self.noise_at == "local":
             return _gaussian_epsilon(self.noise / 2, max_participation, self.delta)
         if not self._is_sample_secret:
             return _gaussian_epsilon(self.noise, max_participation, self.delta)
-        return _sampled_epsilon(self.noise / 2, self.clients, self.count, num_rounds, self.delta)
+        return _sampled_epsilon(
+            self.noise / 2, self.num_clients, self.clients_per_round, num_rounds, self.delta
+        )
 
     @property
     def _is_sample_secret(self) -> bool:
         """Whether the clients of a round are a secret sample."""
-        return self.simulated and self.count < self.clients
+        return self.simulated and self.clients_per_round < self.num_clients
 
     @property
     def neighboring(self) -> str:
         """The neighboring relation that epsilon refers to, in words."""
-        if self.where == "local":
+        if self.noise_at == "local":
             return "replacing a client's data by any other, toward the server"
         if self._is_sample_secret:
             return "replacing one client by another, if the sampled clients are secret"

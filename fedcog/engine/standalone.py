@@ -223,7 +223,7 @@ def _run_generation(fedcog: FedCOG, context: ClientContext, stream: RandomStream
     like = context.lr
     client_ids = torch.tensor([stream.client_id], device=like.device)
     draws: State = {}
-    for name, (shape, _, kind) in fedcog.draws(stream.round, context.model, 0).items():
+    for name, (shape, _, kind) in fedcog.request_draws(stream.round, context.model, 0).items():
         draw = rng.normal if kind == "normal" else rng.uniform
         values = draw(stream.seed, f"draw/{name}", stream.round, client_ids, shape)
         draws[name] = values[0].to(like.dtype)

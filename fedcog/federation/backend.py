@@ -6,7 +6,7 @@ processes, Flower on remote nodes. All have the same signature.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -216,58 +216,3 @@ class Scorer(Protocol):
         Returns:
             Scores by key of `rounds.jsonl`.
         """
-
-
-@dataclass
-class RoundRecord:
-    """The record of a finished round: one line of `rounds.jsonl`.
-
-    Attributes:
-        round: The round, counted from 1.
-        client_ids: Clients that took part.
-        loss: Mean loss over clients, by weight.
-        local: Record of each client.
-        seconds: Seconds per part, and `"total"`.
-        candidate_ids: Clients that were considered, if more than took part.
-        skipped: Clients left out because their update was not finite.
-        forgot: Clients whose update was finite, but not their new state.
-        refused: Why answers were not used, by client.
-        privacy: Privacy budget spent: epsilon, delta, simulated.
-        readings: Metrics that the algorithm reports.
-        scores: Scores of the server's model, and of personal models.
-    """
-
-    round: int
-    client_ids: list[int]
-    loss: float
-    local: list[dict[str, float | int]]
-    seconds: dict[str, float]
-    candidate_ids: list[int] = field(default_factory=list)
-    skipped: list[int] = field(default_factory=list)
-    forgot: list[int] = field(default_factory=list)
-    refused: dict[int, str] = field(default_factory=dict)
-    privacy: dict[str, Any] | None = None
-    readings: dict[str, float] = field(default_factory=dict)
-    scores: dict[str, float] = field(default_factory=dict)
-
-    def to_line(self) -> dict[str, Any]:
-        """Convert to the keys of `rounds.jsonl`, which are frozen; empty fields are left out."""
-        line: dict[str, Any] = {
-            "round": self.round,
-            "clients": self.client_ids,
-            "loss": self.loss,
-        }
-        if len(self.candidate_ids) > len(self.client_ids):
-            line["candidates"] = self.candidate_ids
-        if self.skipped:
-            line["skipped"] = self.skipped
-        if self.forgot:
-            line["forgot"] = self.forgot
-        if self.refused:
-            line["refused"] = [
-                {"client": client_id, "why": reason}
-                for client_id, reason in sorted(self.refused.items())
-            ]
-        if self.privacy is not None:
-            line["privacy"] = self.privacy
-        return line | self.readings | self.scores | {"local": self.local, "seconds": self.seconds}

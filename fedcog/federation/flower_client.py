@@ -107,7 +107,7 @@ def _read_spec(message: Message, setup: NodeSetup) -> RoundSpec:
 
 def _answers_once(privacy: Privacy | None) -> bool:
     """Return whether a repeated answer would spend unaccounted privacy."""
-    return privacy is not None and privacy.where == "local" and not privacy.simulated
+    return privacy is not None and privacy.noise_at == "local" and not privacy.simulated
 
 
 def _masked_reply(result: CohortResult, setup: NodeSetup) -> RecordDict:

@@ -1,7 +1,7 @@
 """The server loop: sample clients, broadcast, aggregate, evaluate, record."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,6 @@ from fedcog.federation.backend import (
     Backend,
     ClientFindings,
     Diverged,
-    RoundRecord,
     RoundRequest,
     RoundResult,
     Scorer,
@@ -51,9 +50,64 @@ class Schedule:
         """Return whether a round, from 0, is evaluated; the last one always is."""
         return (round + 1) % self.evaluate_every == 0 or round + 1 == self.rounds
 
-    def lr_of(self, round: int) -> float:
+    def lr_in_round(self, round: int) -> float:
         """Return the learning rate of a round, from 0."""
         return self.lr * self.lr_decay**round
+
+
+@dataclass
+class RoundRecord:
+    """The record of a finished round: one line of `rounds.jsonl`.
+
+    Attributes:
+        round: The round, counted from 1.
+        client_ids: Clients that took part.
+        loss: Mean loss over clients, by weight.
+        local: Record of each client.
+        seconds: Seconds per part, and `"total"`.
+        candidate_ids: Clients that were considered, if more than took part.
+        skipped: Clients left out because their update was not finite.
+        forgot: Clients whose update was finite, but not their new state.
+        refused: Why answers were not used, by client.
+        privacy: Privacy budget spent: epsilon, delta, simulated.
+        readings: Metrics that the algorithm reports.
+        scores: Scores of the server's model, and of personal models.
+    """
+
+    round: int
+    client_ids: list[int]
+    loss: float
+    local: list[dict[str, float | int]]
+    seconds: dict[str, float]
+    candidate_ids: list[int] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+    forgot: list[int] = field(default_factory=list)
+    refused: dict[int, str] = field(default_factory=dict)
+    privacy: dict[str, Any] | None = None
+    readings: dict[str, float] = field(default_factory=dict)
+    scores: dict[str, float] = field(default_factory=dict)
+
+    def to_line(self) -> dict[str, Any]:
+        """Convert to the keys of `rounds.jsonl`, which are frozen; empty fields are left out."""
+        line: dict[str, Any] = {
+            "round": self.round,
+            "clients": self.client_ids,
+            "loss": self.loss,
+        }
+        if len(self.candidate_ids) > len(self.client_ids):
+            line["candidates"] = self.candidate_ids
+        if self.skipped:
+            line["skipped"] = self.skipped
+        if self.forgot:
+            line["forgot"] = self.forgot
+        if self.refused:
+            line["refused"] = [
+                {"client": client_id, "why": reason}
+                for client_id, reason in sorted(self.refused.items())
+            ]
+        if self.privacy is not None:
+            line["privacy"] = self.privacy
+        return line | self.readings | self.scores | {"local": self.local, "seconds": self.seconds}
 
 
 class FinishedRound(NamedTuple):
@@ -131,7 +185,7 @@ class Server:
             client_ids=client_ids,
             candidate_ids=candidate_ids,
             broadcast=self.algorithm.broadcast(self.state),
-            lr=self.schedule.lr_of(round),
+            lr=self.schedule.lr_in_round(round),
             stats_before=stats_before,
             started=started,
         )

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedcog.core.tasks import METRIC_LABELS, metric_of
-from fedcog.report import figures, provenance, run_values, sections
+from fedcog.report import figures, provenance_section, run_values, sections
 from fedcog.report.figures import line_style
-from fedcog.report.images import generated_section
+from fedcog.report.image_section import generated_section
 from fedcog.report.markup import (
     NO_VALUE,
     document,
@@ -23,7 +23,7 @@ from fedcog.report.markup import (
     with_unique_ids,
 )
 from fedcog.report.run_values import FederationRecord
-from fedcog.runs.records.metrics import cost_to
+from fedcog.runs.records.derived_metrics import cost_to
 from fedcog.runs.records.recorded_run import Run, read
 from fedcog.runs.records.summary import Group, group, spread
 
@@ -77,7 +77,8 @@ def page(paths: Sequence[Path], *, title: str | None = None, target: float | Non
         (
             "settings",
             "Settings",
-            provenance.settings_section(groups) + provenance.provenance_section(runs),
+            provenance_section.settings_section(groups)
+            + provenance_section.provenance_section(runs),
         ),
     ]
     links = "".join(f'<a href="#{name}">{heading}</a>' for name, heading, _ in parts)

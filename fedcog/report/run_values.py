@@ -13,7 +13,7 @@ from fedcog.runs.records.recorded_run import Run
 from fedcog.runs.records.run_directory import RecordError, RunDirectory
 from fedcog.runs.records.summary import Group, Spread, spread
 
-RoundRecord = dict[str, Any]
+RoundLine = dict[str, Any]
 """One line of rounds.jsonl."""
 
 FederationRecord = tuple[dict[str, Tensor], dict[str, Any]]
@@ -52,7 +52,7 @@ def algorithm_of(run: Run) -> str:
 
 
 def over_rounds(
-    runs: Sequence[Run], values: Callable[[RoundRecord], Sequence[float | None]]
+    runs: Sequence[Run], values: Callable[[RoundLine], Sequence[float | None]]
 ) -> list[tuple[int, Spread]]:
     """Average values by round.
 
@@ -72,7 +72,7 @@ def over_rounds(
 
 
 def curves(
-    groups: Sequence[Group], values: Callable[[RoundRecord], Sequence[float | None]]
+    groups: Sequence[Group], values: Callable[[RoundLine], Sequence[float | None]]
 ) -> list[Curve]:
     """Return a curve for each group that has values.
 
@@ -90,7 +90,7 @@ def curves(
     return [curve for curve in all_curves if curve.points]
 
 
-def client_values(record: RoundRecord, name: str) -> list[float | None]:
+def client_values(record: RoundLine, name: str) -> list[float | None]:
     """Return a value of every client in a round.
 
     Args:
@@ -103,7 +103,7 @@ def client_values(record: RoundRecord, name: str) -> list[float | None]:
     return [client.get(name) for client in record.get("local", ())]
 
 
-def mean_seconds(records: Sequence[RoundRecord]) -> dict[str, float]:
+def mean_seconds(records: Sequence[RoundLine]) -> dict[str, float]:
     """Return the mean seconds of a round by part; empty if no time was recorded."""
     timed = [record["seconds"] for record in records if record.get("seconds")]
     if not timed:

@@ -12,8 +12,8 @@ from fedcog.core.tasks import METRIC_LABELS
 from fedcog.report import figures, run_values
 from fedcog.report.figures import Curve, line_style, partition_figure
 from fedcog.report.markup import NO_VALUE, figure, join_words, table, text
-from fedcog.report.run_values import FederationRecord, RoundRecord
-from fedcog.runs.records.metrics import fairness, forgetting, median_cost
+from fedcog.report.run_values import FederationRecord, RoundLine
+from fedcog.runs.records.derived_metrics import fairness, forgetting, median_cost
 from fedcog.runs.records.recorded_run import Run
 from fedcog.runs.records.summary import Group, spread
 
@@ -316,7 +316,7 @@ def time(groups: Sequence[Group]) -> str:
     return figure(figures.time_figure(bars), caption)
 
 
-def _phases(each: Group) -> dict[str, list[RoundRecord]]:
+def _phases(each: Group) -> dict[str, list[RoundLine]]:
     """The rounds of a group; two phases if FedCOG begins to generate in between."""
     records = [record for run in each.runs for record in run.lines]
     first = run_values.first_generating_round(each.runs[0].experiment)

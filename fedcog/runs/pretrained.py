@@ -16,7 +16,7 @@ from fedcog.algorithms import GeneratorConfig
 from fedcog.data import DataError, Dataset
 from fedcog.models import generators
 from fedcog.models.checks import ModelError
-from fedcog.models.ops import images
+from fedcog.models.ops import augmentation
 
 KERNEL_WIDTHS = (0.25, 1, 4)
 """Widths of the Gaussian kernels of the discrepancy, relative to the spread of the data."""
@@ -215,7 +215,7 @@ def pretrain(generator: nn.Module, data: Dataset, path: str | Path, **settings: 
     channels = (-1, *[1] * (data.train_x.dim() - 2))
     mean = torch.tensor(data.mean).reshape(channels)
     std = torch.tensor(data.std).reshape(channels)
-    real = images.normalize(data.train_x, mean, std)
+    real = augmentation.normalize(data.train_x, mean, std)
     generator = copy.deepcopy(generator).train()
     draw = torch.Generator().manual_seed(config.seed)
     adam = torch.optim.Adam(generator.parameters(), config.lr)

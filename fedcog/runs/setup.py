@@ -488,8 +488,8 @@ def make_privacy(experiment: Experiment, num_clients: int, simulated: bool) -> P
         clip=experiment.dp_clip,
         noise=experiment.dp_noise,
         delta=experiment.dp_delta,
-        clients=num_clients,
-        count=clients_per_round(experiment, num_clients),
+        num_clients=num_clients,
+        clients_per_round=clients_per_round(experiment, num_clients),
         seed=experiment.seed,
         simulated=simulated,
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedcog.algorithms import Algorithm, FedCOG, generation
 from fedcog.core import rng, tree
-from fedcog.core.tasks import Labels
+from fedcog.core.tasks import LabelChoice
 from fedcog.core.timing import Stopwatch
 from fedcog.core.tree import Params, State
 from fedcog.data import Dataset
@@ -275,7 +275,7 @@ def _fedcog(state: FederationState) -> FedCOG:
     return cast(FedCOG, algorithm)
 
 
-def _target_labels(state: FederationState, client: int, rule: Labels) -> Tensor:
+def _target_labels(state: FederationState, client: int, rule: LabelChoice) -> Tensor:
     """The labels for which a client generates inputs, as in a round."""
     prepared = state.prepared
     random_tensors = _random_tensors(state, client)

@@ -369,7 +369,7 @@ def test_artifacts_show_the_generated_inputs_by_step() -> None:
 class FiveGenerationSteps(Algorithm):
     """An inner algorithm with five generation steps of its own."""
 
-    def draws(self, round, model, batch_size):  # type: ignore[no-untyped-def]
+    def request_draws(self, round, model, batch_size):  # type: ignore[no-untyped-def]
         return {"z": Draw((2,))}
 
     def num_generation_steps(self, round: int) -> int:

@@ -15,7 +15,7 @@ import torch
 
 import fedcog
 from fedcog.algorithms import ALGORITHMS
-from fedcog.cli import console, parser, schema, tables
+from fedcog.cli import console, output, parser, schema
 from fedcog.cli.execution import COMMANDS
 from fedcog.cli.main import main
 from fedcog.core import settings
@@ -294,7 +294,7 @@ def test_list_data_and_partition_commands_print_their_tables(
     stdout = capsys.readouterr().out
     assert "1442" in stdout and "figure: p.svg" in stdout
     class_names = [f"class {number}" for number in range(100)]
-    tables.print_partition(torch.ones(3, 100, dtype=torch.int64), class_names)
+    output.print_partition(torch.ones(3, 100, dtype=torch.int64), class_names)
     assert "100" in capsys.readouterr().out
     assert main(["run", *FAST, "--plain", "--out", "x"]) == 0
     stdout = capsys.readouterr().out
@@ -372,7 +372,7 @@ def test_other_runtime_errors_are_not_reported_as_out_of_memory(
     def fail(*args: object) -> None:
         raise RuntimeError("The size of tensor a (3) must match the size of tensor b (4)")
 
-    monkeypatch.setattr(tables, "print_catalog", fail)
+    monkeypatch.setattr(output, "print_catalog", fail)
     with pytest.raises(RuntimeError, match="must match"):
         main(["list"])
 

@@ -10,13 +10,15 @@ from hypothesis import strategies as st
 from scipy.special import softmax
 from scipy.stats import entropy
 
-from fedcog.core.tasks import Labels, SingleLabel
+from fedcog.core.tasks import LabelChoice, SingleLabel
 
 task = SingleLabel(5)
 logits = st.lists(st.floats(-30, 30), min_size=5, max_size=5)
 
 
-def targets(counts: torch.Tensor, number: int, labels: Labels = "complementary") -> torch.Tensor:
+def targets(
+    counts: torch.Tensor, number: int, labels: LabelChoice = "complementary"
+) -> torch.Tensor:
     return task.targets(
         counts, torch.stack([counts.sum() * 0, counts.sum()]), labels, torch.zeros(number, 6)
     )

@@ -149,7 +149,7 @@ def test_frozen_parameters_are_neither_sent_nor_changed() -> None:
 class DrawingAlgorithm(Algorithm):
     """Requests noise, passes it to every batch, and freezes one parameter."""
 
-    def draws(self, round: int, model: Model, batch_size: int) -> dict[str, Draw]:
+    def request_draws(self, round: int, model: Model, batch_size: int) -> dict[str, Draw]:
         return {"mine": Draw((2, 3))}
 
     def client_init(self, broadcast: tree.State) -> tree.State:
@@ -201,7 +201,7 @@ def test_loop_trains_networks_that_vmap_cannot() -> None:
 class ReorderingAlgorithm(Algorithm):
     """Requests examples at every step, and returns parameters in another order."""
 
-    def draws(self, round: int, model: Model, batch_size: int) -> dict[str, Draw]:
+    def request_draws(self, round: int, model: Model, batch_size: int) -> dict[str, Draw]:
         return {"some": Draw((5,), "step", "examples"), "one": Draw((2,), "step", "uniform")}
 
     def after_step(self, before, after, batch, client):  # type: ignore[no-untyped-def]

@@ -43,7 +43,14 @@ SUM_ALGORITHMS = [
 
 
 def make_privacy(where: str = "central", **settings: object) -> Privacy:
-    defaults = {"clip": 1.0, "noise": 1.0, "delta": 1e-5, "clients": 10, "count": 4, "seed": 0}
+    defaults = {
+        "clip": 1.0,
+        "noise": 1.0,
+        "delta": 1e-5,
+        "num_clients": 10,
+        "clients_per_round": 4,
+        "seed": 0,
+    }
     return Privacy(where, **(defaults | settings))  # type: ignore[arg-type]
 
 
@@ -136,25 +143,25 @@ def analytic_epsilon(sigma: float, delta: float) -> float:
 @pytest.mark.parametrize("rounds", [1, 9, 70])
 def test_accountant_matches_the_analytic_gaussian(noise: float, rounds: int) -> None:
     # R releases with noise s are one release with noise s / sqrt(R).
-    central = make_privacy(noise=noise, count=10).epsilon(rounds, rounds)
+    central = make_privacy(noise=noise, clients_per_round=10).epsilon(rounds, rounds)
     expected = analytic_epsilon(noise / math.sqrt(rounds), 1e-5)
     assert central == pytest.approx(expected, rel=0.01, abs=1e-3)
     # Local privacy counts the client's own rounds; replacing its payload changes twice the norm.
-    local = make_privacy("local", noise=noise, count=3).epsilon(rounds, 4)
+    local = make_privacy("local", noise=noise, clients_per_round=3).epsilon(rounds, 4)
     expected = analytic_epsilon(noise / 2 / math.sqrt(4), 1e-5)
     assert local == pytest.approx(expected, rel=0.01, abs=1e-3)
 
 
 @needs_accountant
 def test_sampling_fewer_clients_lowers_epsilon() -> None:
-    full = make_privacy(noise=4.0, clients=1000, count=1000)
-    epsilons = [replace(full, count=count).epsilon(50, 50) for count in (10, 100, 999)]
+    full = make_privacy(noise=4.0, num_clients=1000, clients_per_round=1000)
+    epsilons = [replace(full, clients_per_round=count).epsilon(50, 50) for count in (10, 100, 999)]
     assert epsilons == sorted(epsilons)
     assert epsilons[0] < full.epsilon(50, 50) / 3
     # Sampling replaces one client by another, which changes twice the norm.
     assert epsilons[-1] <= analytic_epsilon(4.0 / 2 / math.sqrt(50), 1e-5) * 1.01
     # In a real federation the server knows who takes part, so sampling does not help.
-    real = replace(full, count=10, simulated=False)
+    real = replace(full, clients_per_round=10, simulated=False)
     expected = analytic_epsilon(4.0 / math.sqrt(3), 1e-5)
     assert real.epsilon(50, 3) == pytest.approx(expected, rel=0.01)
     assert make_privacy(noise=0.0).epsilon(1, 1) == math.inf

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fedcog
 from fedcog.algorithms import SCAFFOLD, VHL, Algorithm, FedAvg, FedCOG, FedDyn, FedGen, HeteroFL
 from fedcog.cli.main import main
-from fedcog.cli.tables import print_experiment
+from fedcog.cli.output import print_experiment
 from fedcog.core import tree
 from fedcog.core.settings import ConfigError
 from fedcog.engine.cohort import RoundSpec

@@ -3,6 +3,7 @@
 import functools
 import http.server
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from fedcog import FedCOG
 from fedcog.cli.main import main
 from tests.support import documents
 from tests.support.browser import browser, console_messages, open_page, run_script, save_screenshot
@@ -36,12 +38,33 @@ RUN_ELSEWHERE = {f"examples/{name}.py" for name in [*EXPECTED_OUTPUT, "deploy"]}
 }
 
 
+GUIDES = [*PAGES, *(REPO / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md"))]
+SOURCE_PATH = re.compile(r"`((?:tests|fedcog|examples|benchmarks|docs)/[\w./-]+)`")
+PYTHON_NAME = re.compile(r"`(fedcog(?:\.\w+)+)(?:\(.*?\))?`")
+PLACEHOLDERS = {"fedcog/algorithms/mymethod.py"}
+
+
 def page_id(page: Path) -> str:
     return str(page.relative_to(DOCS))
 
 
 def has_python(page: Path) -> bool:
     return any(block.language == "python" for block in blocks(page.read_text()))
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: str(guide.relative_to(REPO)))
+def test_files_that_a_guide_names_exist(guide: Path) -> None:
+    named = set(SOURCE_PATH.findall(guide.read_text())) - PLACEHOLDERS
+    assert [path for path in named if not (REPO / path).exists()] == []
+    test_files = {path.name for path in (REPO / "tests").rglob("test_*.py")}
+    assert set(re.findall(r"\btest_\w+\.py\b", guide.read_text())) - test_files == set()
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: str(guide.relative_to(REPO)))
+def test_python_names_in_a_guide_exist(guide: Path) -> None:
+    settings = {f"fedcog.{name}" for name in FedCOG().setting_values}
+    for name in set(PYTHON_NAME.findall(guide.read_text())) - settings:
+        assert pkgutil.resolve_name(name) is not None, name
 
 
 def test_every_block_has_a_known_language() -> None:
@@ -206,7 +229,7 @@ def test_site_loads_nothing_from_other_hosts(site: Path) -> None:
 
 def test_site_includes_the_examples(site: Path) -> None:
     page = re.sub(r"<[^>]+>", "", (site / "howto/scaffold.html").read_text())
-    assert "around = fedcog.FedCOG(inner, start_round=6" in page and "--8&lt;--" not in page
+    assert "scaffold_fedcog = fedcog.FedCOG(scaffold, start_round=6" in page and "--8&lt;--" not in page
     assert "from_folder" in (site / "api.html").read_text()
 
 

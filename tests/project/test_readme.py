@@ -73,7 +73,7 @@ def test_badges_match_the_project_metadata() -> None:
         if "Python :: 3." in classifier
     ]
     assert badges == {
-        "docs/badges/licence.svg": f"licence: {project['license']}",
+        "docs/badges/license.svg": f"license: {project['license']}",
         "docs/badges/python.svg": f"Python: {', '.join(versions)}",
     }
     for file, label in badges.items():

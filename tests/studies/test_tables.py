@@ -19,7 +19,7 @@ from fedcog.runs.records.run_directory import RecordError
 from fedcog.runs.warm_start import changed_settings
 from fedcog.studies import paper, statistics, tables
 from fedcog.studies.job_planning import job_of
-from fedcog.studies.paper import analyses, comparisons, numbers, settings
+from fedcog.studies.paper import analyses, comparisons, experiments, numbers
 from fedcog.studies.result_store import Results
 from fedcog.studies.study import Cell, Study
 from tests.support.paths import REPO
@@ -124,7 +124,7 @@ def test_p_value_needs_six_pairs() -> None:
 def test_average_needs_all_settings_and_pools_pairs(tmp_path: Path) -> None:
     study = comparisons.main_comparison()
     results = Results(tmp_path)
-    for i, block in enumerate(settings.SETTINGS):
+    for i, block in enumerate(experiments.SETTINGS):
         for cell in study.cells:
             # FedAvg has no results in the first setting.
             if (
@@ -328,7 +328,7 @@ def test_paper_averages_follow_from_paper_numbers() -> None:
     assert all(len(numbers.parse_numbers(text)) == 12 for text in numbers.MAIN_COMPARISON.values())
     assert all(len(numbers.parse_numbers(text)) == 8 for text in numbers.PLUG_AND_PLAY.values())
     assert all(len(numbers.parse_numbers(text)) == 4 for text in numbers.FLAIR.values())
-    assert len(numbers.MAIN_COMPARISON) == 12 and len(settings.SETTINGS) == 6
+    assert len(numbers.MAIN_COMPARISON) == 12 and len(experiments.SETTINGS) == 6
 
 
 def test_studies_use_the_papers_settings() -> None:

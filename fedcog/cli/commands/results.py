@@ -5,7 +5,7 @@ import signal
 import webbrowser
 from pathlib import Path
 
-from fedcog.cli import console, flags, tables
+from fedcog.cli import console, flags, output
 from fedcog.cli.console import print_result
 from fedcog.core.settings import ConfigError
 from fedcog.runs.records import summary
@@ -55,9 +55,9 @@ def report_command(options: argparse.Namespace, rest: list[str]) -> int:
     write_file(out, page([run.path for run in runs], target=options.target).encode())
     if options.table:
         write_file(Path(options.table), summary.markdown(runs).encode())
-    tables.print_results(runs, options.style)
+    output.print_results(runs, options.style)
     if options.target is not None:
-        tables.print_costs(runs, options.target, options.style)
+        output.print_costs(runs, options.target, options.style)
     print_result(f"report: {out}", options.style)
     if damaged:
         return console.print_faults([f"skipped: {error}" for error in damaged])
@@ -112,5 +112,5 @@ def export_command(options: argparse.Namespace, rest: list[str]) -> int:
     if not_runnable := check_runnable(experiment):
         raise ConfigError(not_runnable)
     exported = export(options.run, options.out, options.format, algorithm=experiment.algorithm)
-    tables.print_exported(exported, experiment, options.style)
+    output.print_exported(exported, experiment, options.style)
     return 0

@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
-from fedcog.cli import console, flags, tables
+from fedcog.cli import console, flags, output
 from fedcog.cli.commands.common import command_text, explains_continuation
 from fedcog.cli.console import print_note, print_result
 from fedcog.cli.progress import RunProgress
@@ -71,7 +71,7 @@ def reproduce_command(options: argparse.Namespace, rest: list[str]) -> int:
             options.data_dir or "",
             options.algorithms or (),
         )
-        tables.print_study_progress(request.chosen, progress, results.path)
+        output.print_study_progress(request.chosen, progress, results.path)
         return 0
     out = Path(options.out or results.path)
     if options.out:
@@ -132,7 +132,7 @@ def theory_command(options: argparse.Namespace, rest: list[str]) -> int:
                 options.style,
             )
             result = theory.measure(network, registry.load("digits"), plan, options.lr)
-            tables.print_theory(result, plan, options.style)
+            output.print_theory(result, plan, options.style)
     return 0
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import fedcog
 from fedcog.api import run_planned_sweep
-from fedcog.cli import flags, tables
+from fedcog.cli import flags, output
 from fedcog.cli.commands.common import (
     command_text,
     explains_continuation,
@@ -66,7 +66,7 @@ def run_command(options: argparse.Namespace, rest: list[str]) -> int:
     resume_command = shlex.join(["fedcog", "run", "--resume", str(out), *track_flags])
     num_done = RunDirectory(out).checkpoint_round()
     with RunProgress(experiment.rounds, num_done, options.style) as progress:
-        tables.print_experiment(experiment, out, options.style)
+        output.print_experiment(experiment, out, options.style)
         with explains_continuation(resume_command), _every_tracker_warning():
             run = fedcog.run(
                 experiment,
@@ -77,7 +77,7 @@ def run_command(options: argparse.Namespace, rest: list[str]) -> int:
                 command=command_text(options),
                 track=trackers,
             )
-    tables.print_results([run], options.style)
+    output.print_results([run], options.style)
     print_result(f"report: {out / 'report.html'}", options.style)
     return 0
 
@@ -119,7 +119,7 @@ def compare_command(options: argparse.Namespace, rest: list[str]) -> int:
     num_rounds = sum(experiment.rounds for experiment, _ in planned)
     num_done = sum(RunDirectory(path).checkpoint_round() for _, path in planned)
     with RunProgress(num_rounds, num_done, options.style) as progress:
-        tables.print_comparison(experiments, seeds, out, options.style)
+        output.print_comparison(experiments, seeds, out, options.style)
         with explains_continuation(command_text(options)), _comparison_warnings():
             runs = fedcog.compare(
                 experiments,
@@ -130,7 +130,7 @@ def compare_command(options: argparse.Namespace, rest: list[str]) -> int:
                 command=command_text(options),
                 track=trackers,
             )
-    tables.print_results(runs, options.style)
+    output.print_results(runs, options.style)
     print_result(f"report: {out / 'report.html'}", options.style)
     return print_diverged(runs)
 
@@ -181,7 +181,7 @@ def sweep_command(options: argparse.Namespace, rest: list[str]) -> int:
     check_writable(out, "--out")
     num_done = plan.total_rounds - sweep.Sweep(plan, out).rounds_left()
     with RunProgress(plan.total_rounds, num_done, options.style, tuple(plan.space)) as progress:
-        tables.print_sweep_plan(plan, out, options.style)
+        output.print_sweep_plan(plan, out, options.style)
         run_options = RunOptions(
             callbacks=[progress.show_round],
             should_stop=progress.should_stop,
@@ -189,7 +189,7 @@ def sweep_command(options: argparse.Namespace, rest: list[str]) -> int:
         )
         with explains_continuation(command_text(options)):
             tuned = run_planned_sweep(plan, out, UserObjects(), run_options)
-    tables.print_tuned(plan, tuned, options.style)
+    output.print_tuned(plan, tuned, options.style)
     print_result(f"report: {out / 'report.html'}; all trials: {out / 'sweep.md'}", options.style)
     return print_diverged([run for one in tuned for run in one.runs])
 

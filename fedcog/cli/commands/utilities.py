@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from fedcog.cli import console, doctor, flags, tables
+from fedcog.cli import console, doctor, flags, output
 from fedcog.cli.commands.common import ready_experiment
 from fedcog.cli.console import print_note, print_result
 from fedcog.cli.progress import DownloadProgress
@@ -40,7 +40,7 @@ def list_command(options: argparse.Namespace, rest: list[str]) -> int:
                 ["--markdown is for algorithms and settings: fedcog list algorithms --markdown."]
             )
         return 0
-    tables.print_catalog(options.what, options.data_dir)
+    output.print_catalog(options.what, options.data_dir)
     return 0
 
 
@@ -62,7 +62,7 @@ def partition_command(options: argparse.Namespace, rest: list[str]) -> int:
     task = make_task(len(dataset.classes), dataset.multi_label)
     counts = torch.stack([task.class_counts(dataset.train_y[own]) for own in indices])
     noun = "labels" if dataset.multi_label else "examples"
-    tables.print_partition(counts, dataset.classes, noun)
+    output.print_partition(counts, dataset.classes, noun)
     used = {index for own in indices for index in own.tolist()}
     if num_unused := len(dataset.train_y) - len(used):
         print_note(f"{num_unused} of the {len(dataset.train_y)} training examples are not used.")
@@ -114,7 +114,7 @@ def data_command(options: argparse.Namespace, rest: list[str]) -> int:
     """
     flags.refuse_rest(rest)
     if options.action == "list":
-        tables.print_datasets(options.data_dir)
+        output.print_datasets(options.data_dir)
     elif options.action == "path":
         for folder in registry.data_dirs(options.data_dir):
             print(folder)
@@ -142,7 +142,7 @@ def doctor_command(options: argparse.Namespace, rest: list[str]) -> int:
     """
     flags.refuse_rest(rest)
     checks = list(doctor.run_checks(options.data_dir))
-    tables.print_checks(checks, options.style)
+    output.print_checks(checks, options.style)
     failed = [check for check in checks if check.is_failure]
     console.print_faults(
         [f"{check.name} is required, but {check.state}: {check.remedy}" for check in failed]

@@ -18,7 +18,7 @@ import fedcog
 from fedcog.algorithms import Algorithm
 from fedcog.core.settings import ConfigError
 from fedcog.models.checks import ModelError
-from fedcog.models.ops import images
+from fedcog.models.ops import augmentation
 from fedcog.runs.config.composition import algorithm_name
 from fedcog.runs.records.files import pack_tensors
 from fedcog.runs.records.recorded_run import load_with_checkpoint
@@ -56,7 +56,7 @@ class NormalizedNetwork(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the logits of stored examples: uint8 images, or numbers that are used as is."""
-        logits: Tensor = self.network(images.normalize(x, self.mean, self.std))
+        logits: Tensor = self.network(augmentation.normalize(x, self.mean, self.std))
         return logits
 
 

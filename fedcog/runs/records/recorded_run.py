@@ -87,7 +87,7 @@ class Run:
             kind = "simulated privacy (its noise comes from the seed)"
         return (
             f"{kind}: epsilon {epsilon} at delta {privacy.delta:g} after {len(self.lines)} rounds, "
-            f"{privacy.where} ({privacy.neighboring}); clipping norm {privacy.clip:g}, noise "
+            f"{privacy.noise_at} ({privacy.neighboring}); clipping norm {privacy.clip:g}, noise "
             f"multiplier {privacy.noise:g}"
         )
 

@@ -5,8 +5,7 @@ from typing import Any
 from fedcog.algorithms import Algorithm, FedCOG, FedSAM
 from fedcog.algorithms.fedcog_variants import Varied
 from fedcog.studies.paper import numbers
-from fedcog.studies.paper.numbers import parse_numbers
-from fedcog.studies.paper.settings import (
+from fedcog.studies.paper.experiments import (
     CIFAR10_NIID1,
     CIFAR10_NIID2,
     LOSS_CONTROL,
@@ -20,6 +19,7 @@ from fedcog.studies.paper.settings import (
     fedcog_around,
     method,
 )
+from fedcog.studies.paper.numbers import parse_numbers
 from fedcog.studies.study import (
     WARM_START_ROUNDS,
     Cell,

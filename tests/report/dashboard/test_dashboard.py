@@ -21,8 +21,7 @@ from selenium.webdriver import Chrome
 import fedcog
 from fedcog import Experiment
 from fedcog.cli.main import main
-from fedcog.report.dashboard import DashboardServer, run_index
-from fedcog.report.dashboard import server as watch_server
+from fedcog.report.dashboard import DashboardServer, run_index, web_server
 from fedcog.report.dashboard.run_follower import RunFollower, RunGone
 from fedcog.runs.records.run_directory import DirectoryBusy, RunDirectory
 from tests.support.browser import browser, console_messages, open_page, run_script, save_screenshot
@@ -244,7 +243,7 @@ def test_server_is_read_only_and_answers_local_hosts_only(
 def test_idle_connections_do_not_block_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch_server, "MAX_CONNECTIONS", 5)
+    monkeypatch.setattr(web_server, "MAX_CONNECTIONS", 5)
     with serve(tmp_path) as server:
         host, port = server.url.removeprefix("http://").rstrip("/").split(":")
         idle = [socket.create_connection((host, int(port)), timeout=20) for _ in range(12)]

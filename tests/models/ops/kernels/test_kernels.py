@@ -9,8 +9,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton: pip install triton")
 
-from fedcog.models.ops.images import PADDING, gather_inputs
-from fedcog.models.ops.kernels import images, launchers, matmul
+from fedcog.models.ops.augmentation import PADDING, gather_inputs
+from fedcog.models.ops.kernels import augmentation, launchers, matmul
 from fedcog.models.ops.kernels.shapes import Blocks, Shape, block_choices
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -166,4 +166,7 @@ def test_cropped_images_match_torch(normalize: bool) -> None:
     std = torch.tensor([0.2, 0.3, 0.4] if normalize else []).reshape(-1, 1, 1)
     expected = gather_inputs(stored, index, crops, mean, std)
     arguments = (value.to(DEVICE) for value in (stored, index, crops, mean, std))
-    assert float((images.cropped_images(*arguments, PADDING).cpu() - expected).abs().max()) < 1e-6
+    assert (
+        float((augmentation.cropped_images(*arguments, PADDING).cpu() - expected).abs().max())
+        < 1e-6
+    )

@@ -1,4 +1,7 @@
-"""Metrics that papers report besides accuracy: cost to a target, fairness, forgetting."""
+"""Metrics derived from a finished run: cost to a target, fairness, forgetting.
+
+What every round records is `RoundRecord` in `fedcog/federation/server.py`.
+"""
 
 import math
 import statistics

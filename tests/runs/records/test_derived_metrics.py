@@ -11,7 +11,7 @@ import fedcog
 from fedcog.cli.main import main
 from fedcog.report import page
 from fedcog.runs.config.experiment import Experiment
-from fedcog.runs.records.metrics import Cost, cost_to, fairness, forgetting, median_cost
+from fedcog.runs.records.derived_metrics import Cost, cost_to, fairness, forgetting, median_cost
 from fedcog.runs.records.recorded_run import Run
 
 

@@ -20,8 +20,8 @@ from fedcog.models.zoo import MODELS
 from fedcog.runs.config.composition import algorithm_name, named_layers
 from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.records import summary
+from fedcog.runs.records.derived_metrics import median_cost
 from fedcog.runs.records.export import Exported
-from fedcog.runs.records.metrics import median_cost
 from fedcog.runs.records.recorded_run import Run
 from fedcog.studies.catalog import describe_algorithms
 from fedcog.studies.job_planning import StudyProgress

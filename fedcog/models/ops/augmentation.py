@@ -8,7 +8,7 @@ from torch.library import custom_op
 try:
     if not (torch.version.cuda or torch.version.hip):
         raise ImportError("no GPU for kernels, and Triton is slow to import")
-    from fedcog.models.ops.kernels import images as kernels
+    from fedcog.models.ops.kernels import augmentation as kernels
 except ImportError:
     kernels = None  # type: ignore[assignment]
 

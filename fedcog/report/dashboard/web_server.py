@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
-from fedcog.report.dashboard.images import ImageCache
+from fedcog.report.dashboard.run_images import ImageCache
 from fedcog.report.dashboard.run_index import RunIndex
 from fedcog.runs.records.run_directory import RecordError
 

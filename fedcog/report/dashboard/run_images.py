@@ -136,7 +136,7 @@ def _shown_rows(num_rows: int) -> list[int]:
 
 def _strip(images: Tensor) -> str:
     """Join images (N, C, H, W) side by side into one image, as a data URL."""
-    from fedcog.report.images import png  # imported here: it loads Pillow
+    from fedcog.report.image_section import png  # imported here: it loads Pillow
 
     colors = images[:, :3] if images.shape[1] >= 3 else images[:, :1].expand(-1, 3, -1, -1)
     opaque = torch.cat([colors, torch.full_like(colors[:, :1], 255)], dim=1)

@@ -34,15 +34,20 @@ ONE_WORKER = (
     ("report/test_browser",),
     ("test_docs",),
     ("test_export",),
+    ("test_run_directory",),
+    ("tuning/test_sweep",),
+    ("studies/test_theory",),
 )
 """Groups of modules that one worker runs one after another: their tests start a dozen processes
 each, or share a fixture that takes long to make."""
 
 FIRST = (
     "deploy/test_deployment",
+    "test_existing_flower_client",
     "test_flower_backend",
     "test_hostile_clients",
     "test_smoke",
+    "test_examples",
     "test_cuda_graphs",
     "test_job_queue",
     "test_torchrun",
@@ -52,9 +57,18 @@ FIRST = (
 them."""
 
 
+FIXTURE_MARKERS = {"browser": "browser", "site": "compiler"}
+"""Markers of the tests that use a fixture: `browser` starts Chromium, `site` builds the docs."""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest modules first."""
+    """Put the longest modules first, and mark tests by their fixtures."""
     items.sort(key=_position)
+    for item in items:
+        for fixture, marker in FIXTURE_MARKERS.items():
+            if fixture in getattr(item, "fixturenames", ()):
+                item.add_marker(marker)
 
 
 def _position(item: pytest.Item) -> int:

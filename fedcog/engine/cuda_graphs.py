@@ -77,13 +77,13 @@ def repeat_eagerly(step: Step, key: Hashable, state: State, fixed: State, num_st
 class StepBuffers:
     """State and constants of a step in memory of their own, and the step that writes over them.
 
-    The constant `"stock"`, the data set, is large and never changes, so it is not copied.
+    The constant `"dataset"` is large and never changes, so it is not copied.
     """
 
     def __init__(self, step: Step, state: State, fixed: State) -> None:
         self.state = tree.apply(_copy, state)
         self.fixed = {
-            name: value if name == "stock" else _copy_tree(value) for name, value in fixed.items()
+            name: value if name == "dataset" else _copy_tree(value) for name, value in fixed.items()
         }
         self._step = step
         self._state_tensors = tree.flatten(self.state)

@@ -57,6 +57,7 @@ def test_label_modes_choose_the_documented_targets() -> None:
     assert torch.bincount(generated["y"], minlength=4).tolist() == [2, 2, 2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
@@ -142,6 +143,7 @@ def test_controls_equal_fedavg_with_lr_scaled_by_the_real_share() -> None:
         assert max_difference(params, fedavg) < 1e-12
 
 
+@pytest.mark.slow
 def test_conv_generator_lowers_the_teachers_loss() -> None:
     conv = dataclasses.replace(FEDCOG, generator="conv", steps=12, lr=0.01, count=16)
     _, client, generated = generate_inputs(conv)
@@ -203,6 +205,7 @@ def test_frozen_generator_weights_do_not_change() -> None:
     assert residuals[0] < 1e-9 < 1e-3 < residuals[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("generator", ["none", "conv", "custom"])
 def test_vmap_equals_loop_with_batchnorm_loss(generator: str) -> None:
     algorithm = dataclasses.replace(FEDCOG, generator=generator, noise=5, lambda_bn=0.5)
@@ -250,6 +253,7 @@ def test_vmap_equals_loop_with_running_norms() -> None:
     assert max_difference(without_batch_norm, ToyFederation(running).final_state()) == 0
 
 
+@pytest.mark.slow
 def test_missing_network_features_are_errors() -> None:
     with pytest.raises(ModelError, match="this network has none: set it to 0"):
         ToyFederation(

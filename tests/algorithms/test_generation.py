@@ -141,6 +141,7 @@ def trained_on_digits(name: str, labels: tuple[int, ...]) -> Params:
     return {name: value.detach() for name, value in module.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "vmapped", "batch"),
     [("cnn", False, 7), ("cnn", True, 7), ("small", False, 1), ("small", True, 1)],
@@ -177,6 +178,7 @@ def test_generation_batch_does_not_change_a_hundred_float32_steps(
     assert float((batched - generate_with(config)).abs().max()) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cnn3", "mlp", "resnet18", "resnet18-gn", "1x1 convolutions"])
 def test_generation_is_bit_equal_for_every_batch_size(name: str) -> None:
     shape = (3, 24, 24)

@@ -115,6 +115,7 @@ def test_flags_override_the_toml_file() -> None:
     assert experiment.algorithm == fedcog.FedProx(mu=0.25)
 
 
+@pytest.mark.slow
 def test_toml_file_may_hold_settings_of_other_algorithms() -> None:
     Path("one.toml").write_text("[fedprox]\nmu = 0.25\n[fedcog]\ncount = 3\n")
     assert main(["run", *FAST, "one.toml", "--out", "x", "--quiet"]) == 0
@@ -224,6 +225,7 @@ def test_malformed_toml_values_are_errors(text: str, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err.startswith("fedcog: ")
 
 
+@pytest.mark.slow
 def test_compare_prints_a_table_and_writes_a_report(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["compare", *FAST, "--algorithms", "fedavg", "fedprox+fedcog"]
     arguments += ["--seeds", "0", "1", "--out", "c"]
@@ -258,6 +260,7 @@ def test_rendering_without_results_is_an_error(capsys: pytest.CaptureFixture[str
     assert "there are no results in typo" in capsys.readouterr().err and not Path("typo").exists()
 
 
+@pytest.mark.slow
 def test_report_skips_a_damaged_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -275,6 +278,7 @@ def test_report_skips_a_damaged_run(
     assert not Path("none.html").exists(), "no readable run is left"
 
 
+@pytest.mark.slow
 def test_list_data_and_partition_commands_print_their_tables(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -341,6 +345,7 @@ def test_ctrl_c_finishes_the_round_and_prints_the_resume_command() -> None:
     assert len(RunDirectory("x").lines()) == len(lines) + 1
 
 
+@pytest.mark.slow
 def test_resume_keeps_the_settings_and_refuses_changed_ones(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

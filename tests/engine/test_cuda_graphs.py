@@ -32,6 +32,8 @@ from fedcog.testing import ToyFederation, max_difference, random_multi_label
 from tests.support.engine_doubles import TracedGraphCache
 from tests.support.user_models import USER_MODELS, user_generator
 
+pytestmark = pytest.mark.compiler
+
 FEDCOG = FedCOG(count=8, steps=3, start_round=1, lr=0.1)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -127,18 +129,18 @@ def test_step_buffers_run_reset_and_refill() -> None:
         return {"sum": state["sum"] + fixed["part"]["one"], "step": state["step"] + 1}
 
     state = {"sum": torch.zeros(2), "step": torch.zeros((), dtype=torch.int64)}
-    stock = torch.ones(2)
+    dataset = torch.ones(2)
     buffers = cuda_graphs.StepBuffers(
-        step, state, {"part": {"one": torch.ones(2)}, "stock": {"all": stock}}
+        step, state, {"part": {"one": torch.ones(2)}, "dataset": {"all": dataset}}
     )
-    assert buffers.fixed["stock"]["all"] is stock and buffers.state["sum"] is not state["sum"]
+    assert buffers.fixed["dataset"]["all"] is dataset and buffers.state["sum"] is not state["sum"]
     buffers.write_step(*buffers.tensors)
     assert buffers.state["sum"].tolist() == [1, 1] and int(buffers.state["step"]) == 1
     buffers.reset()
     assert buffers.state["sum"].tolist() == [0, 0] and state["sum"].tolist() == [0, 0]
     buffers.fill(
         {"sum": torch.ones(2), "step": torch.tensor(5)},
-        {"part": {"one": 2 * torch.ones(2)}, "stock": {"all": stock}},
+        {"part": {"one": 2 * torch.ones(2)}, "dataset": {"all": dataset}},
     )
     buffers.write_step(*buffers.tensors)
     assert buffers.state["sum"].tolist() == [3, 3] and int(buffers.state["step"]) == 6

@@ -97,6 +97,7 @@ def test_too_little_memory_for_one_client_is_an_error() -> None:
         limited.run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mapping", ["loop", "vmap"])
 @pytest.mark.parametrize("epochs", [0.0, 1.0])
 def test_streamed_data_gives_the_same_result(

@@ -15,6 +15,8 @@ from fedcog.testing import ToyFederation, max_difference
 from tests.support.algorithm_settings import SINGLE_ALGORITHMS
 from tests.support.engine_doubles import TracedGraphCache, simulate_out_of_memory
 
+pytestmark = pytest.mark.compiler
+
 FEDCOG = FedCOG(count=8, steps=3, start_round=1, lr=0.1)
 SIZES = {3: (50, 30, 10), 4: (20, 20, 20), 5: (10, 40, 6)}
 """Seed -> sizes of its clients."""

@@ -28,9 +28,12 @@ from fedcog.runs.environment import num_workers, torch_settings
 from fedcog.runs.records.run_directory import RunDirectory
 from fedcog.testing import NUM_CLASSES, PARTIAL, ToyFederation
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="workers are forks, which are safe on Linux"
-)
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(
+        sys.platform != "linux", reason="workers are forks, which are safe on Linux"
+    ),
+]
 
 FEDCOG = FedCOG(FedProx(mu=0.1), count=8, steps=3, start_round=1, lr=0.1)
 

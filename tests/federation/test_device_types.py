@@ -386,6 +386,7 @@ def test_record_of_an_unavailable_algorithm_can_be_read() -> None:
     assert read_recorded(values).devices == DEVICES
 
 
+@pytest.mark.slow
 def test_stacked_seeds_of_one_device_type_match_separate_runs(tmp_path: Path) -> None:
     seeds = [
         experiment(seed=seed, mapping="vmap", devices="a: clients=4 heterofl.width=0.5")
@@ -410,6 +411,7 @@ def test_weight_held_by_one_small_client_is_averaged_exactly() -> None:
     assert after.tolist() == pytest.approx([1.0, 3.0], rel=1e-2)
 
 
+@pytest.mark.slow
 def test_run_with_device_types_resumes_bit_for_bit(tmp_path: Path) -> None:
     straight = fedcog.run(experiment(), tmp_path / "straight")
     page = (tmp_path / "straight/report.html").read_text()
@@ -423,6 +425,7 @@ def test_run_with_device_types_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert (tmp_path / "halted/checkpoint.safetensors").read_bytes()[4096:] == expected
 
 
+@pytest.mark.slow
 def test_seeds_with_device_types_in_step_equal_separate_runs(tmp_path: Path) -> None:
     """Such runs are not stacked; they take turns, with bit-equal results."""
     seeds = [experiment(seed=seed, mapping="vmap") for seed in (0, 1)]

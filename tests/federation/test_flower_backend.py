@@ -73,6 +73,7 @@ def test_flower_matches_the_simulator(tmp_path: Path) -> None:
         torch.testing.assert_close(value, state[key], atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process_flower")
 def test_resume_is_refused_when_nodes_hold_the_client_states(tmp_path: Path) -> None:
     first = experiment("scaffold", rounds=1, backend="flower")

@@ -216,6 +216,7 @@ def test_unsupported_settings_of_secure_aggregation_are_refused(
     assert remedy in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process_flower")
 def test_secure_aggregation_with_central_privacy_matches_plain(tmp_path: Path) -> None:
     config = experiment("scaffold", rounds=2, privacy="central", dp_clip=0.5, dp_noise=0.1)
@@ -228,6 +229,7 @@ def test_secure_aggregation_with_central_privacy_matches_plain(tmp_path: Path) -
     assert masked.lines[-1]["loss"] is None  # clients do not send it
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process_flower")
 @pytest.mark.parametrize("secure", [False, True])
 def test_round_is_repeated_when_all_nodes_are_unavailable(
@@ -267,6 +269,7 @@ def test_round_is_repeated_when_all_nodes_are_unavailable(
         )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process_flower")
 def test_payload_out_of_range_fails_the_round_and_is_not_clipped(tmp_path: Path) -> None:
     config = experiment("fedavg", rounds=1, secure_aggregation=True, secure_scale=1e-4)
@@ -280,6 +283,7 @@ def npy(array: np.ndarray) -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process_flower")
 def test_round_continues_without_malformed_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -406,6 +410,7 @@ array_data = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.dictionaries(array_names, array_data, min_size=1, max_size=4),

@@ -15,6 +15,8 @@ from fedcog.core import tree
 from fedcog.runs.records.run_directory import RunDirectory
 from tests.support.paths import REPO
 
+pytestmark = pytest.mark.processes
+
 SMALL = ["--clients", "5", "--local-steps", "2", "--batch-size", "8", "--mapping", "loop"]
 SMALL += ["--device", "cpu", "--workers", "1", "--threads", "1"]
 FEDCOG = ["--algorithm", "scaffold+fedcog", "--start-round", "1"]

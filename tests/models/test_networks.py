@@ -385,6 +385,7 @@ def test_file_without_weights_is_refused(tmp_path: Path) -> None:
             load_pretrained(network, tmp_path / name, 10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet18", "resnet18-gn"])
 def test_resnet18_loop_and_vmap_agree_and_send_statistics(name: str) -> None:
     data = random_images(num_train=24, num_test=4, shape=(3, 16, 16))

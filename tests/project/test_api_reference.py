@@ -113,6 +113,7 @@ def test_the_main_entries_have_examples() -> None:
     assert names >= {"Algorithm", "Experiment", "Tracker", "run", "compare", "sweep", "generate"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_examples_run(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -72,6 +72,7 @@ def test_every_block_has_a_known_language() -> None:
     assert languages == {"python", "sh", "toml"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if has_python(page)], ids=page_id)
 def test_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the blocks from top to bottom, without included examples, which have their own tests."""
@@ -154,6 +155,7 @@ def small_flags(command: list[str]) -> list[str]:
 PAGES_WITH_COMMANDS = [page for page in (REPO / "README.md", *PAGES) if runnable_commands(page)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES_WITH_COMMANDS, ids=lambda page: page.stem)
 def test_commands_of_a_page_succeed(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -211,6 +213,7 @@ class Assets(HTMLParser):
             self.images_without_alt.append(attributes.get("src") or "")
 
 
+@pytest.mark.slow
 def test_site_loads_nothing_from_other_hosts(site: Path) -> None:
     pages = sorted(site.rglob("*.html"))
     assert len(pages) >= len(PAGES)
@@ -229,7 +232,10 @@ def test_site_loads_nothing_from_other_hosts(site: Path) -> None:
 
 def test_site_includes_the_examples(site: Path) -> None:
     page = re.sub(r"<[^>]+>", "", (site / "howto/scaffold.html").read_text())
-    assert "scaffold_fedcog = fedcog.FedCOG(scaffold, start_round=6" in page and "--8&lt;--" not in page
+    assert (
+        "scaffold_fedcog = fedcog.FedCOG(scaffold, start_round=6" in page
+        and "--8&lt;--" not in page
+    )
     assert "from_folder" in (site / "api.html").read_text()
 
 
@@ -254,6 +260,7 @@ def site_url(site: Path) -> Iterator[str]:
         thread.join(10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", ["phone", "desktop"])
 def test_browser_shows_the_site(browser: "Chrome", site_url: str, width: str) -> None:
     for page in ("index", "concepts", "howto/images", "algorithms"):

@@ -21,6 +21,8 @@ from tests.support.example_output import EXPECTED_OUTPUT
 from tests.support.paths import REPO
 from tests.support.superlink import free_ports, kill_flower_processes
 
+pytestmark = pytest.mark.processes
+
 EXAMPLES = REPO / "examples"
 
 

@@ -134,6 +134,7 @@ def test_data_imports_only_rng_image_ops_and_a_few_libraries() -> None:
         assert external <= libraries, path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("library", "allowed"),
     [
@@ -247,6 +248,7 @@ def run_python(program: str) -> str:
     return finished.stdout.strip()
 
 
+@pytest.mark.slow
 def test_importing_fedcog_loads_only_torch_and_numpy() -> None:
     program = """
 import sys
@@ -259,6 +261,7 @@ print(sorted(loaded - set(sys.stdlib_module_names)))
     assert run_python(program) == "['fedcog']"
 
 
+@pytest.mark.slow
 def test_exported_names_load_no_slow_library() -> None:
     slow: tuple[str, ...] = ("matplotlib", "sklearn", "rich", "PIL", "optuna", "datasets", "flwr")
     slow += () if torch.version.cuda or torch.version.hip else ("triton",)

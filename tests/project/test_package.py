@@ -16,6 +16,8 @@ import fedcog
 from fedcog.cli.main import main
 from tests.support.paths import REPO
 
+pytestmark = pytest.mark.compiler
+
 VERSION = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["version"]
 
 

@@ -16,6 +16,7 @@ README = (REPO / "README.md").read_text()
 PYTHON_BLOCKS = [block.text for block in blocks(README) if block.language == "python"]
 
 
+@pytest.mark.slow
 def test_python_of_the_readme_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

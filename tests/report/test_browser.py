@@ -5,16 +5,20 @@ the docs.
 """
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from selenium.webdriver import Chrome
-from selenium.webdriver.support.ui import WebDriverWait
 
 from fedcog.report import reproduction
 from fedcog.studies import paper
 from fedcog.studies.result_store import Results
 from tests.support.browser import browser, console_messages, open_page, run_script, save_screenshot
 from tests.support.paths import REPO
+
+if TYPE_CHECKING:
+    from selenium.webdriver import Chrome
+
+pytestmark = pytest.mark.browser
 
 __all__ = ["browser"]
 
@@ -44,9 +48,11 @@ def results_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("width", ["phone", "desktop"])
 def test_figures_are_visible_and_the_page_fits_the_width(
-    browser: Chrome, results_page: Path, width: str
+    browser: "Chrome", results_page: Path, width: str
 ) -> None:
     open_page(browser, results_page, width)
+    from selenium.webdriver.support.ui import WebDriverWait
+
     WebDriverWait(browser, 30).until(
         lambda page: run_script(page, "return document.readyState") == "complete"
     )
@@ -66,7 +72,7 @@ def leading_numbers(cells: list[str]) -> list[float]:
     return [float(cell.split()[0]) for cell in cells if cell[0].isdigit()]
 
 
-def test_table_sorts_by_the_clicked_column(browser: Chrome, results_page: Path) -> None:
+def test_table_sorts_by_the_clicked_column(browser: "Chrome", results_page: Path) -> None:
     open_page(browser, results_page, "desktop")
     index = run_script(
         browser,
@@ -88,7 +94,7 @@ def test_table_sorts_by_the_clicked_column(browser: Chrome, results_page: Path) 
     assert console_messages(browser) == []
 
 
-def test_script_errors_appear_in_console_messages(browser: Chrome, tmp_path: Path) -> None:
+def test_script_errors_appear_in_console_messages(browser: "Chrome", tmp_path: Path) -> None:
     broken = tmp_path / "broken.html"
     broken.write_text(
         '<!DOCTYPE html><link rel="icon" href="data:,"><script>nobody.knows()</script>'

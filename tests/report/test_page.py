@@ -4,13 +4,12 @@ import html
 import re
 import statistics
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 import pytest
 import torch
 from matplotlib.figure import Figure
-from selenium.webdriver import Chrome
 from torch import Tensor
 
 from fedcog.algorithms import Algorithm, FedCOG
@@ -20,6 +19,9 @@ from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.records.run_directory import RecordError, RunDirectory
 from fedcog.runs.records.summary import Spread
 from tests.support.browser import browser, console_messages, open_page, run_script
+
+if TYPE_CHECKING:
+    from selenium.webdriver import Chrome
 
 __all__ = ["browser"]
 
@@ -364,6 +366,7 @@ def test_log_scale_is_used_only_for_diverged_curves(last: float, scale: str) -> 
     assert scale == "linear" or axes.get_ylim()[0] == pytest.approx(1 / 8)
 
 
+@pytest.mark.slow
 def test_at_most_six_distinct_partitions_are_shown(tmp_path: Path) -> None:
     same_partition = [write_run(tmp_path / f"s{seed}", [0.5], seed=seed) for seed in range(2)]
     assert page(same_partition).count("<summary>") == 1
@@ -426,8 +429,9 @@ SIZES = (
 )
 
 
+@pytest.mark.slow
 def test_page_fits_a_phone_and_prints_tables_that_fit(
-    browser: Chrome, six_runs: list[Path], tmp_path: Path
+    browser: "Chrome", six_runs: list[Path], tmp_path: Path
 ) -> None:
     wide_table = write_run(
         tmp_path / "wide",

@@ -23,6 +23,7 @@ DIGITS = Experiment(
 )
 
 
+@pytest.mark.slow
 def test_scaffold_is_stable_with_momentum_over_400_steps(tmp_path: Path) -> None:
     """Control variates that ignore momentum would be ten times too large at these settings."""
     config = dataclasses.replace(
@@ -53,6 +54,7 @@ def test_fedgen_generator_loss_decreases(tmp_path: Path) -> None:
     assert losses[-1] < 0.7 * losses[0]
 
 
+@pytest.mark.slow
 def test_personal_score_uses_each_clients_own_label_mix(
     tmp_path: Path,
 ) -> None:
@@ -73,6 +75,7 @@ def test_personal_score_uses_each_clients_own_label_mix(
     assert group.personal is not None and group.personal[0].mean == runs["FedRep"].personal[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "fedcog"])
 def test_every_algorithm_runs_and_resumes_under_fedcog(name: str, tmp_path: Path) -> None:
     settings = {

@@ -20,6 +20,7 @@ SMALL = {
 }
 
 
+@pytest.mark.slow
 def test_traffic_of_each_algorithm_relative_to_fedavg(tmp_path: Path) -> None:
     tables = {"fedcog": {"start_round": 0, "count": 4, "steps": 1}}
     names = ["fedavg", "fedcog", "scaffold", "scaffold+fedcog", "fedgen"]

@@ -84,6 +84,7 @@ def test_divergence_of_confident_models_has_finite_gradient(size: float) -> None
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(st.integers(1, 30), st.integers(0, 2**31), st.booleans())
 def test_metrics_match_scikit_learn(size: int, seed: int, ties: bool) -> None:
@@ -155,6 +156,7 @@ def test_targets_follow_label_set_sizes_and_missing_classes() -> None:
     assert targets.sum(-1).unique().tolist() == [2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MULTI_LABEL_ALGORITHMS)
 def test_loop_and_vmap_agree(name: str) -> None:
     algorithm = MULTI_LABEL_ALGORITHMS[name]

@@ -44,6 +44,7 @@ def conv_generator() -> nn.Module:
         return ConvGenerator((1, 8, 8), noise=6)
 
 
+@pytest.mark.slow
 def test_run_with_user_generator_is_recorded_and_resumes_exactly(
     tmp_path: Path,
 ) -> None:
@@ -75,6 +76,7 @@ def test_run_with_user_generator_is_recorded_and_resumes_exactly(
     )
 
 
+@pytest.mark.slow
 def test_user_generator_is_passed_only_to_generator_custom(tmp_path: Path) -> None:
     experiments = [
         dataclasses.replace(CUSTOM, algorithm=algorithm)
@@ -91,6 +93,7 @@ def test_user_generator_is_passed_only_to_generator_custom(tmp_path: Path) -> No
         fedcog.run(TINY, tmp_path / "x", generator=user_generator())
 
 
+@pytest.mark.slow
 def test_run_starts_from_a_pretrained_generator_file(tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "conv.safetensors"
     save_file(conv_generator().state_dict(), file)

@@ -190,6 +190,7 @@ def test_unavailable_device_is_refused(tmp_path: Path) -> None:
         fedcog.run(dataclasses.replace(TINY, device="cuda:99"), tmp_path / "run", report=False)
 
 
+@pytest.mark.slow
 def test_compare_runs_all_and_resumes(tmp_path: Path) -> None:
     experiments = [TINY, dataclasses.replace(TINY, algorithm=FedProx())]
     runs: list[Run] = compare(experiments, [0, 1], tmp_path / "all")
@@ -352,6 +353,7 @@ USER_ALGORITHMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", USER_ALGORITHMS.values(), ids=USER_ALGORITHMS.keys())
 def test_user_algorithm_is_recorded_and_resumed(
     algorithm: fedcog.Algorithm, tmp_path: Path

@@ -49,6 +49,7 @@ def assert_runs_agree(actual: Run, expected: Run, rel: float = 1e-4) -> None:
         assert actual_line["clients"] == expected_line["clients"]
 
 
+@pytest.mark.slow
 def test_stacked_seeds_equal_separate_runs(tmp_path: Path) -> None:
     calls: list[tuple[int, str, int]] = []
 
@@ -62,6 +63,7 @@ def test_stacked_seeds_equal_separate_runs(tmp_path: Path) -> None:
     assert (tmp_path / "all" / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_stopped_stacked_seeds_resume(tmp_path: Path) -> None:
     calls = []
 

@@ -63,6 +63,7 @@ def test_warm_started_run_equals_an_uninterrupted_one(
     assert RunDirectory(warm_started.path).provenance()["after"] == "fedavg+fedcog"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm",
     [FedProx(), MOON(), SCAFFOLD(), Varied(start_round=2, memory=0.5, average=0.5)],

@@ -32,6 +32,8 @@ from fedcog.studies.job_planning import jobs_of, shard, stack_jobs
 from fedcog.studies.job_queue import Deadline, JobQueue
 from fedcog.studies.result_store import Job, Results
 
+pytestmark = pytest.mark.slow
+
 STUDIES = {name: smoke.smoke_version(study) for name, study in paper.studies().items()}
 BLOCKS = ("CIFAR-10, NIID-1", "CIFAR-10, NIID-2")
 SMALL_STUDY = STUDIES["main"]._replace(

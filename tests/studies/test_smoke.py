@@ -11,6 +11,8 @@ from fedcog.cli.main import main
 from fedcog.studies import job_planning, paper, smoke
 from fedcog.studies.result_store import Results
 
+pytestmark = pytest.mark.slow
+
 
 def test_every_study_fills_its_tables_and_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -357,6 +357,7 @@ def test_studies_use_the_papers_settings() -> None:
     assert fractions == {0.1, 0.2, 0.3, 0.4}
 
 
+@pytest.mark.slow
 def test_results_page_is_rendered_from_results(tmp_path: Path) -> None:
     """`fedcog reproduce all --render --out docs` gives docs/results.md and .tex."""
     results = Results(REPO / "results")

@@ -13,6 +13,8 @@ from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.environment import torch_settings
 from fedcog.studies.theory import Constants, Problem, TheoryPlan, measure
 
+pytestmark = pytest.mark.slow
+
 SMALL_PLAN = TheoryPlan(clients=5, rounds=6, steps=3, batch=8, num_generated=20, repeats=2)
 DIGITS = registry.load("digits")
 

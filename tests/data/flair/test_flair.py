@@ -320,6 +320,7 @@ dataset.prepare(sys.argv[1], stall)
 """
 
 
+@pytest.mark.slow
 def test_killed_build_leaves_only_a_discarded_part(
     data_dir: Path, cache: Path, tmp_path: Path
 ) -> None:
@@ -836,6 +837,7 @@ def test_compare_reports_excluded_images(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["cnn3", "resnet18"])
 def test_round_on_flair_runs(data_dir: Path, tmp_path: Path, model: str) -> None:
     experiment = Experiment(
@@ -901,6 +903,7 @@ def flair_sized_records(images: int, users: int) -> Iterator[str]:
             )
 
 
+@pytest.mark.slow
 def test_listing_full_flair_uses_less_than_two_gigabytes(tmp_path: Path) -> None:
     path = tmp_path / "labels_and_metadata.json"
     lines = list(flair_sized_records(429_078, 51_414))
@@ -924,6 +927,7 @@ def test_listing_full_flair_uses_less_than_two_gigabytes(tmp_path: Path) -> None
     assert peak < 2_000_000  # kilobytes
 
 
+@pytest.mark.slow
 def test_training_does_not_copy_the_store_into_memory() -> None:
     """The store has two gigabytes of images; a round needs a few of them."""
     program = """

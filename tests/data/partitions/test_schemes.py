@@ -97,6 +97,7 @@ def test_tiny_beta_assigns_every_example() -> None:
     assert sum(len(share) for share in shares) == len(LABELS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "config", "reason"),
     [

@@ -11,12 +11,11 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from selenium.webdriver import Chrome
 
 import fedcog
 from fedcog import Experiment
@@ -34,6 +33,9 @@ from tests.support.dashboard import (
     wait_for,
     write_run,
 )
+
+if TYPE_CHECKING:
+    from selenium.webdriver import Chrome
 
 __all__ = ["browser", "finished_run", "refresh_always"]
 
@@ -72,18 +74,19 @@ def run_list(server: DashboardServer) -> dict[str, Any]:
     return answer
 
 
-def wait_for_points(browser: Chrome, counts: list[int], what: str) -> None:
+def wait_for_points(browser: "Chrome", counts: list[int], what: str) -> None:
     """Wait until the curves have this many points, in ascending order."""
     wait_for(lambda: sorted(run_script(browser, POINTS)) == counts, what)
 
 
-def wait_for_images(browser: Chrome, title: str) -> None:
+def wait_for_images(browser: "Chrome", title: str) -> None:
     wait_for(lambda: title in run_script(browser, GENERATED_TITLE), f"images of {title}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", ["desktop", "phone"])
 def test_page_follows_a_live_run_without_reload(
-    browser: Chrome, tmp_path: Path, finished_run: Path, width: str
+    browser: "Chrome", tmp_path: Path, finished_run: Path, width: str
 ) -> None:
     shutil.copytree(finished_run, tmp_path / "done")
     gate = threading.Semaphore(0)
@@ -135,8 +138,9 @@ def test_page_follows_a_live_run_without_reload(
     assert len(results[0].lines) == 4
 
 
+@pytest.mark.slow
 def test_page_shows_empty_folder_new_and_removed_runs_and_dark_mode(
-    browser: Chrome, tmp_path: Path
+    browser: "Chrome", tmp_path: Path
 ) -> None:
     with serve(tmp_path) as server:
         open_page(browser, server.url, "phone")
@@ -165,7 +169,7 @@ def test_page_shows_empty_folder_new_and_removed_runs_and_dark_mode(
         assert run_script(browser, FITS_WIDTH) and console_messages(browser) == []
 
 
-def test_page_escapes_names_and_thins_long_curves(browser: Chrome, tmp_path: Path) -> None:
+def test_page_escapes_names_and_thins_long_curves(browser: "Chrome", tmp_path: Path) -> None:
     write_run(tmp_path / HOSTILE.replace("/", "_") / ("x" * 200), 6000, 9000)
     write_run(tmp_path / "bad", 1, 2).record_failure(f"<script>window.hacked=1</script>{HOSTILE}")
     with serve(tmp_path) as server:
@@ -422,7 +426,8 @@ def test_linked_runs_are_listed_and_link_cycles_ignored(tmp_path: Path) -> None:
         assert [run["name"] for run in run_list(server)["runs"]] == ["a"]
 
 
-def test_page_notices_a_restarted_server(browser: Chrome, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_page_notices_a_restarted_server(browser: "Chrome", tmp_path: Path) -> None:
     write_run(tmp_path / "a" / "first", 3, 9)
     write_run(tmp_path / "b" / "other", 5, 9)
     with serve(tmp_path / "a") as server:

@@ -55,6 +55,7 @@ def user_file(tmp_path: Path) -> Path:
     return tmp_path / "a + b/mine.py"
 
 
+@pytest.mark.slow
 def test_user_file_is_run_composed_resumed_and_compared(
     user_file: Path, tmp_path: Path, capsys: Any
 ) -> None:
@@ -165,6 +166,7 @@ class GrowsClientState(StatefulFedAvg):
         return state | {"more": client.weight}, payload
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "violation"),
     [
@@ -229,11 +231,13 @@ def test_common_mistakes_in_subclasses_are_refused() -> None:
         check_algorithm(Wrong())
 
 
+@pytest.mark.slow
 def test_contract_finds_a_wrong_neutral_setting() -> None:
     with pytest.raises(AssertionError, match="neutral_equals_fedavg"):
         check_algorithm(fedcog.FedProx(mu=0.5), neutral=fedcog.FedProx(mu=0.1))
 
 
+@pytest.mark.slow
 def test_builtin_algorithms_keep_the_contract() -> None:
     check_algorithm(fedcog.FedProx(mu=0.5), neutral=fedcog.FedProx(mu=0.0))
     check_algorithm(FedCOG(fedcog.FedProx(mu=0.5), count=4, steps=1, start_round=1))

@@ -75,6 +75,7 @@ def test_forgetting_averages_the_loss_on_absent_classes() -> None:
     assert forgetting(make_run([0.5])) is None
 
 
+@pytest.mark.slow
 def test_report_shows_forgetting_fairness_and_cost(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,6 +22,8 @@ from fedcog.runs.records.run_directory import RunDirectory
 from tests.support.paths import REPO
 from tests.support.user_models import USER_MODELS
 
+pytestmark = pytest.mark.compiler
+
 TINY: dict[str, Any] = {
     "rounds": 2,
     "local_steps": 5,

@@ -87,6 +87,7 @@ def assert_same_record(path: Path, reference: Path) -> None:
     assert (path / "checkpoint.safetensors").read_bytes() == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attempt", range(20))
 def test_killed_run_resumes_to_the_same_bytes(
     attempt: int, reference: tuple[Path, float], tmp_path: Path
@@ -231,6 +232,7 @@ def test_two_runs_cannot_write_to_one_directory(tmp_path: Path) -> None:
     assert not (run / "experiment.toml").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_bytes", [1000, 4000, 20_000, 50_000])
 def test_run_resumes_after_a_full_disk(
     max_bytes: int, reference: tuple[Path, float], tmp_path: Path

@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-import wandb
 
 import fedcog
 from fedcog import Experiment, FedAvg, FedCOG
@@ -28,6 +27,9 @@ from fedcog.runs.tracking import TrackerWarning, tracker
 from fedcog.runs.tracking.values import flat_settings, image_sheet, round_metrics
 from fedcog.runs.tracking.wandb_files import last_step
 from tests.support.paths import REPO
+
+wandb = pytest.importorskip("wandb")
+pytestmark = pytest.mark.processes
 
 QUICK: dict[str, Any] = {
     "dataset": "digits",

@@ -35,6 +35,8 @@ from fedcog.studies.tuning import sweep_tables
 from fedcog.studies.tuning.sweep import Sweep, plan_sweep
 from tests.support.paths import REPO
 
+pytestmark = pytest.mark.slow
+
 SMALL: dict[str, Any] = {
     "rounds": 3,
     "local_steps": 8,

@@ -11,6 +11,8 @@ import pytest
 
 from fedcog.models.ops.kernels import ahead_of_time
 
+pytestmark = pytest.mark.compiler
+
 pytest.importorskip("triton", reason="needs Triton: pip install triton")
 
 SCRIPT = """

@@ -13,6 +13,8 @@ from fedcog.models.ops.augmentation import PADDING, gather_inputs
 from fedcog.models.ops.kernels import augmentation, launchers, matmul
 from fedcog.models.ops.kernels.shapes import Blocks, Shape, block_choices
 
+pytestmark = pytest.mark.compiler
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCKS = {
     "output": [Blocks(64, 8, 1, 4, 0), Blocks(64, 16, 16, 4, 2)],

@@ -4,11 +4,15 @@ import ast
 import re
 import subprocess
 import sys
+import traceback
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from fedcog.cli.main import main
+from fedcog.data import FederatedData
 from tests.support.paths import REPO
 
 ROOT = REPO / "fedcog"
@@ -273,3 +277,23 @@ for name in fedcog.__all__:
 print([name for name in {slow} if name in sys.modules])
 """
     assert run_python(program) == "[]"
+
+
+def test_a_batch_is_ten_calls_away_from_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walks: list[list[str]] = []
+    examples = FederatedData.examples
+
+    def record_walk(self: FederatedData, *args: Any, **kwargs: Any) -> Any:
+        frames = traceback.extract_stack()
+        walks.append([frame.name for frame in frames if Path(frame.filename).is_relative_to(ROOT)])
+        return examples(self, *args, **kwargs)
+
+    monkeypatch.setattr(FederatedData, "examples", record_walk)
+    flags = ["--rounds=1", "--local-steps=1", "--threads=1", "--workers=1", "--mapping=vmap"]
+    assert main(["run", *flags, "--quiet", f"--out={tmp_path / 'run'}"]) == 0
+    first = walks[0]
+    assert first[:2] == ["main", "run_command"]
+    assert first[-2:] == ["train_step", "batch"]
+    assert len(first[1:]) <= 10

@@ -211,8 +211,26 @@ class Wrapper(Algorithm):
         return self.inner.client_model(params, client)
 
 
+class _Recorded:
+    """Name and settings of a class whose code is not available."""
+
+    is_recorded: ClassVar[bool] = True
+    name: str
+    recorded: tuple[tuple[str, Any], ...]
+
+    @property
+    def class_name(self) -> str:
+        """The name of the class that is missing."""
+        return self.name
+
+    @property
+    def setting_values(self) -> dict[str, Any]:
+        """The settings that the run directory records."""
+        return dict(self.recorded)
+
+
 @dataclass(frozen=True)
-class RecordedAlgorithm(Algorithm):
+class RecordedAlgorithm(_Recorded, Algorithm):
     """A user's algorithm as a run directory records it: name and settings, but no code.
 
     Attributes:
@@ -220,24 +238,12 @@ class RecordedAlgorithm(Algorithm):
         recorded: Setting names and values.
     """
 
-    is_recorded: ClassVar[bool] = True
-
     name: str = ""
     recorded: tuple[tuple[str, Any], ...] = ()
 
-    @property
-    def class_name(self) -> str:
-        """The name of the class that is missing."""
-        return self.name
-
-    @property
-    def setting_values(self) -> dict[str, Any]:
-        """The settings that the run directory records."""
-        return dict(self.recorded)
-
 
 @dataclass(frozen=True)
-class RecordedWrapper(Wrapper):
+class RecordedWrapper(_Recorded, Wrapper):
     """A user's wrapper as a run directory records it: name and settings, but no code.
 
     Attributes:
@@ -245,17 +251,5 @@ class RecordedWrapper(Wrapper):
         recorded: Setting names and values.
     """
 
-    is_recorded: ClassVar[bool] = True
-
     name: str = ""
     recorded: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def class_name(self) -> str:
-        """The name of the class that is missing."""
-        return self.name
-
-    @property
-    def setting_values(self) -> dict[str, Any]:
-        """The settings that the run directory records."""
-        return dict(self.recorded)

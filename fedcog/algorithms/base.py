@@ -422,8 +422,8 @@ class Algorithm:
     ) -> tuple[State, State]:
         """Create the client's new state and its payload after local training.
 
-        The payload is multiplied by the client's weight, so the server adds payloads and divides
-        once by the total weight.
+        `"delta"` and `"buffers"` are multiplied by the client's weight, so the server adds payloads
+        and divides once by the total weight.
 
         Args:
             params: Parameters after the last local step.
@@ -431,7 +431,8 @@ class Algorithm:
             work: How much the client trained.
 
         Returns:
-            (state, payload): what the client keeps, and what it sends.
+            (state, payload): what the client keeps, and what it sends: `"delta"` (change of the
+            parameters), `"buffers"`, `"weight"`, `"count"` (1), and what subclasses add.
         """
         update = {
             "delta": tree.change(client.broadcast["params"], params),

@@ -61,7 +61,8 @@ class Optimizer:
             params: Parameters by name, of one model or stacked along a client axis.
             grads: Gradients by the same names.
             state: State before the step.
-            lr: Learning rate: 0-d, or one per stacked model.
+            lr: Learning rate of the round, already decayed by the server's `Schedule`: 0-d, or
+                one per stacked model.
 
         Returns:
             (parameters, state) after the step.

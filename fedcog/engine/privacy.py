@@ -13,7 +13,7 @@ from fedcog.core import rng, tree
 from fedcog.core.tree import State
 
 CONSTANT_KEYS = ("weight", "count")
-"""Parts of a payload that are the same for every client and so reveal nothing."""
+"""Parts of a payload that reveal nothing: with privacy, all clients have equal weights."""
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,11 @@ class ClientSampling(Protocol):
         """Return the candidates of a round, from 0, in ascending order."""
 
     def choose(self, candidates: Sequence[int], losses: Sequence[float]) -> list[int]:
-        """Return the candidates that take part.
+        """Return the candidates that take part; called only if candidates report losses.
 
         Args:
             candidates: Client ids.
-            losses: Their losses; empty if `loss_over` is "nothing".
+            losses: Their losses.
 
         Returns:
             Client ids in ascending order.

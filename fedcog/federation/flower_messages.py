@@ -155,7 +155,7 @@ def answer_state(result: CohortResult) -> State:
 
 
 def read_answer(reply: Message, template: State, evaluate_local: bool) -> State:
-    """Check the reply of a node.
+    """Check form, size, weight and finiteness of a node's reply, and return its answer.
 
     Args:
         reply: The reply.
@@ -166,7 +166,7 @@ def read_answer(reply: Message, template: State, evaluate_local: bool) -> State:
         The answer, nested like the template.
 
     Raises:
-        InvalidPayload: If the node failed or its answer has another form.
+        InvalidPayload: If the node failed, or its answer has another form or is not finite.
     """
     if reply.has_error():
         raise InvalidPayload(failure_reason(reply))

@@ -26,7 +26,7 @@ from fedcog.federation.client_sampling import ClientSampling
 
 @dataclass(frozen=True)
 class Schedule:
-    """When clients are sampled, how the learning rate decays, and when models are evaluated.
+    """Which clients take part, how the learning rate decays, and when models are evaluated.
 
     Attributes:
         rounds: Number of rounds.
@@ -88,7 +88,10 @@ class RoundRecord:
     scores: dict[str, float] = field(default_factory=dict)
 
     def to_line(self) -> dict[str, Any]:
-        """Convert to the keys of `rounds.jsonl`, which are frozen; empty fields are left out."""
+        """Convert to a line of `rounds.jsonl`; empty fields are left out.
+
+        Existing keys never change, because recorded runs have them.
+        """
         line: dict[str, Any] = {
             "round": self.round,
             "clients": self.client_ids,

@@ -202,7 +202,7 @@ class RunDirectory:
         return lines
 
     def append(self, line: dict[str, Any]) -> None:
-        """Append the line of a round."""
+        """Append a line to `rounds.jsonl`; `RoundRecord` in `federation/server.py` makes it."""
         text = json.dumps(without_nan(line), separators=(",", ":"), allow_nan=False) + "\n"
         with (
             self._write_errors_explained(ROUNDS_FILE),

@@ -236,10 +236,10 @@ def _results(groups: Sequence[Group], full_labels: Sequence[str], target: float 
         f"{table(head, rows)}"
         f'<p class="note">{_capitalize(name)} on the test set: mean ± sample standard deviation '
         "over seeds. <em>Last</em> is after the last evaluated round. <em>Best</em> is the highest "
-        "of all rounds. It is chosen on the test set itself, and therefore optimistic: papers "
-        "print it, but do not expect it. <em>Personal</em> is the score of the clients' own models "
-        "on their own label mix, mean over the round's clients. A method without personal models "
-        f"has the global model after local training in their place. {target_note}</p>"
+        "of all rounds. It is chosen on the test set and therefore optimistic; papers often report "
+        "it. <em>Personal</em> is the score of the clients' own models on their own label mix, "
+        "averaged over the clients of a round. For a method without personal models, it is the "
+        f"score of the local models. {target_note}</p>"
     )
 
 

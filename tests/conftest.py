@@ -42,8 +42,8 @@ ONE_WORKER = (
 each, or share a fixture that takes long to make."""
 
 FIRST = (
-    "deploy/test_deployment",
     "test_existing_flower_client",
+    "deploy/test_deployment",
     "test_flower_backend",
     "test_hostile_clients",
     "test_smoke",
@@ -53,8 +53,8 @@ FIRST = (
     "test_torchrun",
     "test_docs",
 )
-"""Modules that take longest and mostly wait. They start first, so that other tests run beside
-them."""
+"""Tests that take longest and mostly wait. They start first, so that other tests run at the same
+time. The first three go to three workers; one of them behind another would double the wait."""
 
 
 FIXTURE_MARKERS = {"browser": "browser", "site": "compiler"}

@@ -281,7 +281,6 @@ def from_arrays(
     Example:
         ```python
         import torch
-
         import fedcog
 
         x = torch.rand(20, 3)
@@ -295,10 +294,7 @@ def from_arrays(
     train_y, test_y, names = _label_sets_to_rows(train_y, test_y, options.get("classes"))
     train_labels, test_labels, classes = _to_labels(_to_array(train_y), _to_array(test_y), names)
     fields |= _normalization(train_inputs, options)
-    if (users := options.get("users")) is not None:
-        fields["users"] = _number_users(users)
-    if (indices := options.get("indices")) is not None:
-        fields["indices"] = tuple(_to_integers("indices", _to_array(part)) for part in indices)
+    fields |= _clients(options)
     fields["classes"] = classes
     return Dataset(
         train_x=train_inputs,
@@ -307,6 +303,16 @@ def from_arrays(
         test_y=test_labels,
         **fields,
     )
+
+
+def _clients(options: DatasetOptions) -> dict[str, Any]:
+    """Convert the users, or the examples of each client, if they are given."""
+    fields: dict[str, Any] = {}
+    if (users := options.get("users")) is not None:
+        fields["users"] = _number_users(users)
+    if (indices := options.get("indices")) is not None:
+        fields["indices"] = tuple(_to_integers("indices", _to_array(part)) for part in indices)
+    return fields
 
 
 def _normalization(inputs: Tensor, options: DatasetOptions) -> dict[str, tuple[float, ...]]:

@@ -184,13 +184,6 @@ def generate(
     model = _make_model(global_model, shape, len(class_counts), generator, fedcog)
     context = _make_context(model, previous, class_counts, label_set_sizes, stream)
     made = _run_generation(fedcog, context, stream)
-    if made is None:
-        raise ConfigError(["fedcog.source 'nothing' generates nothing: do not call generate."])
-    if not all(bool(made[name].isfinite().all()) for name in ("x", "logits")):
-        raise ModelError(
-            f"generated inputs are not finite: the models' weights ({context.lr.dtype}) are not "
-            "finite, or their precision is too low."
-        )
     return GeneratedData(made["x"], made["y"], made["logits"], fedcog, context, stream)
 
 
@@ -218,8 +211,13 @@ def distillation_loss(outputs: Tensor, teacher: Tensor, multi_label: bool = Fals
     return make_task(outputs.shape[-1], multi_label).distillation_loss(teacher, outputs).mean()
 
 
-def _run_generation(fedcog: FedCOG, context: ClientContext, stream: RandomStream) -> Batch | None:
-    """Call FedCOG's hooks in the engine's order, and return the generated group."""
+def _run_generation(fedcog: FedCOG, context: ClientContext, stream: RandomStream) -> Batch:
+    """Call FedCOG's hooks in the engine's order, and return the generated group.
+
+    Raises:
+        ConfigError: If the settings generate nothing.
+        ModelError: If the generated inputs or their logits are not finite.
+    """
     like = context.lr
     client_ids = torch.tensor([stream.client_id], device=like.device)
     draws: State = {}
@@ -232,7 +230,15 @@ def _run_generation(fedcog: FedCOG, context: ClientContext, stream: RandomStream
         num_steps = fedcog.num_generation_steps(stream.round)
         for step in torch.arange(num_steps, device=like.device):
             gen_state = fedcog.generation_step(gen_state, replace(context, step=step))
-        return fedcog.extra_data(context, gen_state).groups.get("made")
+        made: Batch | None = fedcog.extra_data(context, gen_state).groups.get("made")
+    if made is None:
+        raise ConfigError(["fedcog.source 'nothing' generates nothing: do not call generate."])
+    if not all(bool(made[name].isfinite().all()) for name in ("x", "logits")):
+        raise ModelError(
+            f"generated inputs are not finite: the models' weights ({like.dtype}) are not "
+            "finite, or their precision is too low."
+        )
+    return made
 
 
 def _make_fedcog(generator: Any, settings: Mapping[str, Any]) -> tuple[FedCOG | None, list[str]]:

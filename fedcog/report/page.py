@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedcog.core.tasks import METRIC_LABELS, metric_of
-from fedcog.report import figures, provenance_section, run_values, sections
+from fedcog.report import figures, run_values, sections
 from fedcog.report.figures import line_style
 from fedcog.report.image_section import generated_section
 from fedcog.report.markup import (
@@ -22,6 +22,7 @@ from fedcog.report.markup import (
     text,
     with_unique_ids,
 )
+from fedcog.report.provenance_section import provenance_section, settings_section
 from fedcog.report.run_values import FederationRecord
 from fedcog.runs.records.derived_metrics import cost_to
 from fedcog.runs.records.recorded_run import Run, read
@@ -74,12 +75,7 @@ def page(paths: Sequence[Path], *, title: str | None = None, target: float | Non
             sections.traffic(groups) + sections.costs(groups, effective_target),
         ),
         ("time", "Time", sections.time(groups)),
-        (
-            "settings",
-            "Settings",
-            provenance_section.settings_section(groups)
-            + provenance_section.provenance_section(runs),
-        ),
+        ("settings", "Settings", settings_section(groups) + provenance_section(runs)),
     ]
     links = "".join(f'<a href="#{name}">{heading}</a>' for name, heading, _ in parts)
     body = "".join(

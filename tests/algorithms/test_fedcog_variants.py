@@ -51,6 +51,7 @@ def test_setting_changes_the_result(name: str) -> None:
 
 
 # FedCOG wraps any algorithm but itself, so its own properties are left out.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CONTRACT if "fedcog" not in name])
 def test_all_settings_together_keep_the_contract(name: str) -> None:
     CONTRACT[name](varied(**CHANGES, average=0.3))

@@ -253,6 +253,7 @@ def test_vhl_virtual_data_are_equal_in_every_round() -> None:
         assert distance[same].sum() / (same.sum() - 9) < distance[~same].mean()
 
 
+@pytest.mark.slow
 def test_power_of_choice_samples_by_size_and_keeps_highest_loss() -> None:
     """p = (.5, .3, .2), losses (1, 2, 3), one of two candidates: P(client 1) = .514286."""
     times_chosen = [0, 0, 0]

@@ -9,6 +9,7 @@ from tests.support.plain_case import Case
 from tests.support.plain_checks import CASES, METHODS, assert_equals_plain_loop
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mapping", ["loop", "vmap"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("name", METHODS)

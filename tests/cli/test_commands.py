@@ -124,6 +124,7 @@ def test_toml_file_may_hold_settings_of_other_algorithms() -> None:
     assert RunDirectory("y").experiment().algorithm == fedcog.FedProx(mu=0.25)
 
 
+@pytest.mark.slow
 def test_recorded_experiment_file_reproduces_the_run() -> None:
     assert main(["run", *FAST, "--out", "x", "--quiet"]) == 0
     assert main(["run", "x/experiment.toml", "--out", "y", "--quiet"]) == 0
@@ -311,6 +312,7 @@ def test_inactive_fedcog_prints_a_warning(capsys: pytest.CaptureFixture[str]) ->
     assert "it stays inactive (--start-round)" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_quiet_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", *FAST, "--quiet", "--out", "x"]) == 0
     captured = capsys.readouterr()
@@ -360,6 +362,7 @@ def test_resume_keeps_the_settings_and_refuses_changed_ones(
     assert "there is no run in or below elsewhere." in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_remaining_time_counts_repeated_rounds(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", *FAST, "--out", "x", "--quiet"]) == 0
     (Path("x") / "checkpoint.safetensors").unlink()

@@ -27,6 +27,7 @@ def check_named(name: str, checks: Sequence[Check]) -> Check:
     return next(check for check in checks if check.name == name)
 
 
+@pytest.mark.slow
 def test_this_environment_passes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["doctor"]) == 0
     captured = capsys.readouterr()

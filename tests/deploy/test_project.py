@@ -88,6 +88,7 @@ def test_project_settings_match_the_flags_and_scripts_parse(tmp_path: Path) -> N
         assert text in guide
 
 
+@pytest.mark.slow
 def test_example_app_builds() -> None:
     example = REPO / "examples" / "flower-app"
     app = tomllib.loads((example / "pyproject.toml").read_text())

@@ -193,6 +193,7 @@ def test_zero_noise_and_large_clip_give_the_plain_mean(tmp_path: Path) -> None:
     assert "epsilon infinite" in private.privacy
 
 
+@pytest.mark.slow
 @needs_accountant
 @pytest.mark.parametrize("name", [*SUM_ALGORITHMS, "scaffold+fedcog"])
 def test_every_sum_algorithm_supports_privacy(name: str, tmp_path: Path) -> None:

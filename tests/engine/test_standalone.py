@@ -36,6 +36,7 @@ def with_weights(module: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
     return filled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [

@@ -154,6 +154,7 @@ def test_heterofl_works_with_quantized_secure_sums() -> None:
         assert torch.equal(from_masked[name][mask == 0], params[name][mask == 0])
 
 
+@pytest.mark.slow
 def test_width_mask_of_resnet_keeps_the_weights_of_a_narrow_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -256,6 +257,7 @@ def toy_with_device_types(
     return toy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

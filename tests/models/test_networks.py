@@ -312,6 +312,7 @@ def write_checkpoint(path: Path, **changes: torch.Tensor | None) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*no last layer")
 def test_torchvision_checkpoint_loads_except_a_mismatched_head(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "resnet18.safetensors")

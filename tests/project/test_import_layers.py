@@ -226,6 +226,7 @@ def algorithm_classes() -> set[str]:
     return classes
 
 
+@pytest.mark.slow
 def test_no_module_outside_algorithms_checks_the_class_of_an_algorithm() -> None:
     """Algorithms describe themselves by attributes, so that a user's algorithm can do the same."""
     classes = algorithm_classes()

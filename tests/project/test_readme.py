@@ -35,6 +35,7 @@ def test_python_of_the_readme_runs(
     assert (tmp_path / "runs/mine/report.html").exists()
 
 
+@pytest.mark.slow
 def test_two_fedcog_lines_run_in_a_plain_loop() -> None:
     models = {
         name: build("small", (1, 8, 8), 10, 0)

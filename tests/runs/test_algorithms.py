@@ -46,6 +46,7 @@ def test_fedexp_records_its_server_step(tmp_path: Path) -> None:
     assert run.lines[0]["server_step"] > 1
 
 
+@pytest.mark.slow
 def test_fedgen_generator_loss_decreases(tmp_path: Path) -> None:
     run = fedcog.run(
         dataclasses.replace(DIGITS, rounds=6, algorithm=FedGen()), tmp_path / "run", report=False

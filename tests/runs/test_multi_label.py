@@ -49,6 +49,7 @@ def bernoulli(p: np.ndarray) -> np.ndarray:
     return np.stack([p, 1 - p])
 
 
+@pytest.mark.slow
 @given(LOGITS, LOGITS, arrays.arrays(bool, (3, CLASSES)))
 def test_losses_match_scipy_and_scikit_learn(
     logits_a: np.ndarray, logits_b: np.ndarray, labels: np.ndarray

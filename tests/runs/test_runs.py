@@ -286,6 +286,7 @@ def test_resume_refuses_a_network_with_other_source_code(
     fedcog.run(longer, tmp_path / "run", data=blobs(), model=networks[0], resume=True, report=False)
 
 
+@pytest.mark.slow
 def test_run_ignores_and_restores_torch_settings(tmp_path: Path) -> None:
     expected = fedcog.run(TINY, tmp_path / "plain", report=False).lines[-1]["loss"]
     try:
@@ -412,6 +413,7 @@ def test_diverged_personal_model_keeps_the_client_in_the_round(tmp_path: Path) -
     assert not ditto.personal, "no personal model is left to score"
 
 
+@pytest.mark.slow
 def test_tables_mark_diverged_runs(tmp_path: Path) -> None:
     experiments = [dataclasses.replace(DIVERGING, rounds=4), dataclasses.replace(TINY, lr=1e6)]
     with pytest.warns(UserWarning, match="seed 0: training diverged"):
@@ -447,6 +449,7 @@ def test_algorithms_that_cannot_be_recorded_are_refused() -> None:
             Experiment(algorithm=FedCOG(algorithm))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_compare_names_runs_by_the_settings_that_differ(tmp_path: Path) -> None:
     experiments = [
         dataclasses.replace(TINY, rounds=1, algorithm=FedProx(mu=mu)) for mu in (0.1, 0.2)

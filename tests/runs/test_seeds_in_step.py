@@ -83,6 +83,7 @@ def test_stopped_stacked_seeds_resume(tmp_path: Path) -> None:
         assert_runs_agree(resumed, run(resumed.experiment, tmp_path / f"alone-{number}"))
 
 
+@pytest.mark.slow
 def test_diverged_seed_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -534,6 +534,7 @@ JSON = st.recursive(
 KEYS = st.sampled_from(["image_id", "user_id", "labels", "partition"])
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(listed=st.lists(JSON | st.dictionaries(KEYS, JSON, min_size=3), max_size=5))
 def test_any_record_gives_an_entry_or_a_fault(

@@ -61,6 +61,7 @@ def test_every_partition_name_is_a_setting() -> None:
     assert tuple(FLWR_PARTITIONS) == tuple(PARTITIONER_ARGUMENTS)
 
 
+@pytest.mark.slow
 @needs_flwr_datasets
 @pytest.mark.parametrize("kind", FLWR_PARTITIONS)
 @pytest.mark.parametrize("seed", [0, 2**40])

@@ -243,6 +243,7 @@ def test_builtin_algorithms_keep_the_contract() -> None:
     check_algorithm(FedCOG(fedcog.FedProx(mu=0.5), count=4, steps=1, start_round=1))
 
 
+@pytest.mark.slow
 def test_clashing_names_and_changed_code_are_refused(tmp_path: Path, capsys: Any) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()

@@ -107,6 +107,7 @@ def test_killed_run_resumes_to_the_same_bytes(
     assert_same_record(run, path)
 
 
+@pytest.mark.slow
 def test_resume_repeats_rounds_after_the_last_checkpoint(
     reference: tuple[Path, float], tmp_path: Path
 ) -> None:
@@ -126,6 +127,7 @@ def test_resume_only_reads_a_finished_run(reference: tuple[Path, float]) -> None
     assert (reference[0] / "rounds.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_resume_may_add_rounds_but_not_remove_any(
     reference: tuple[Path, float], tmp_path: Path
 ) -> None:

@@ -3,11 +3,12 @@
 Subclasses override a few hooks and call `super()`. Hooks are written for one client: no client
 axis, no loop over clients, no optimizer. The engine calls them in this order:
 
+    request_draws                           every round, wherever random tensors are needed
     server_init                             once, at the server
     broadcast                               every round, at the server
     unpack_broadcast, client_init           every round, at the clients
     start_params, start_buffers
-    generation_init, generation_step ..., extra_data
+    generation_init, num_generation_steps, generation_step ..., extra_data
     outputs, data_loss, penalty             every local step; together they are local_loss
     local_grad, after_step
     client_update, client_model             after the last local step
@@ -66,7 +67,8 @@ class Algorithm:
 
             def penalty(self, params, outputs, batch, client):
                 drift = tree.change(client.broadcast["params"], params)
-                return self.mu / 2 * tree.dot(drift, drift)
+                proximal = self.mu / 2 * tree.dot(drift, drift)
+                return super().penalty(params, outputs, batch, client) + proximal
         ```
 
     Attributes:

@@ -152,9 +152,6 @@ class DrawingAlgorithm(Algorithm):
     def request_draws(self, round: int, model: Model, batch_size: int) -> dict[str, Draw]:
         return {"mine": Draw((2, 3))}
 
-    def client_init(self, broadcast: tree.State) -> tree.State:
-        return {"seen": torch.zeros(2, 3, dtype=torch.float64)}
-
     def extra_data(self, client, gen_state):  # type: ignore[no-untyped-def]
         return ExtraData({"mine": {"z": gen_state["mine"]}}, {})
 

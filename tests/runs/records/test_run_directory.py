@@ -19,6 +19,7 @@ import fedcog
 from fedcog import Experiment, FedCOG, FedProx
 from fedcog.core import tree
 from fedcog.federation.client_states import ClientStates
+from fedcog.runs.records.checkpoint import Checkpoint
 from fedcog.runs.records.run_directory import RecordError, RunDirectory, write_file
 
 TINY = Experiment(
@@ -140,10 +141,21 @@ def test_resume_may_add_rounds_but_not_remove_any(
     assert_same_record(run, reference[0])
 
 
-def test_last_round_is_always_checkpointed(tmp_path: Path) -> None:
+def test_every_third_and_the_last_round_are_checkpointed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved_rounds: list[int] = []
+    save = RunDirectory.save
+
+    def record_round(self: RunDirectory, checkpoint: Checkpoint) -> None:
+        saved_rounds.append(checkpoint.round)
+        save(self, checkpoint)
+
+    monkeypatch.setattr(RunDirectory, "save", record_round)
     fedcog.run(
         dataclasses.replace(TINY, rounds=5, checkpoint_every=3), tmp_path / "run", report=False
     )
+    assert saved_rounds == [3, 5]
     checkpoint = RunDirectory(tmp_path / "run").load()
     assert checkpoint is not None and checkpoint.round == 5
 

@@ -84,14 +84,18 @@ _COMPARISONS = {
 }
 
 
-def setting(default: Any, help: str, *bounds: str, identity: bool = True) -> Any:
+def setting(
+    default: Any, help: str, *bounds: str, identity: bool | Literal["if set"] = True
+) -> Any:
     """Declare a setting as a dataclass field.
 
     Args:
         default: Default value: int, float, bool or str.
         help: What it means, for `--help` and the docs.
         *bounds: Comparisons that a number must satisfy, such as ">= 0".
-        identity: Whether it decides the results. Without, it may change when a run resumes.
+        identity: Whether it decides the results. If False, it may change when a run resumes.
+            "if set": it decides the results only if it differs from its default. Settings that are
+            added later say so, and runs that were recorded before them can still resume.
 
     Returns:
         A dataclass field.

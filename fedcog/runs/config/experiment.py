@@ -248,8 +248,17 @@ class Experiment:
 
     def identifying_settings(self) -> dict[str, Any]:
         """Return the settings that decide the results; an algorithm's are in its own table."""
-        free = free_settings()
-        return {name: value for name, value in self.to_dict().items() if name not in free}
+        ignored = free_settings() | self._unset_settings()
+        return {name: value for name, value in self.to_dict().items() if name not in ignored}
+
+    def _unset_settings(self) -> set[str]:
+        """Return the settings that decide the results only if set, and have their default."""
+        return {
+            field.name
+            for field in dataclasses.fields(self)
+            if field.metadata.get("identity") == "if set"
+            and getattr(self, field.name) == field.default
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """Return all settings; an algorithm's are in a table of its name."""

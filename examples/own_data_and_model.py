@@ -16,8 +16,14 @@ data = fedcog.from_arrays(
     points[:500], labels[:500], points[500:], labels[500:], classes=["red", "green", "blue"]
 )
 
-# Any nn.Module from inputs to logits works, too.
-network = nn.Sequential(nn.Linear(4, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 3))
+
+# Any nn.Module from inputs to logits works, too. fedcog calls this function (or a class) to
+# initialize the network from the experiment's seed.
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(4, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 3)
+    )
+
 
 experiment = fedcog.Experiment(
     algorithm=fedcog.FedCOG(fedcog.FedProx(mu=0.01), start_round=5, count=30, steps=20),

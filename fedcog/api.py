@@ -9,6 +9,7 @@ from torch import nn
 
 from fedcog.data import Dataset
 from fedcog.federation import torchrun
+from fedcog.models.initialization import Network
 from fedcog.runs.compare import run_comparison
 from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.environment import torch_settings
@@ -39,12 +40,13 @@ class ObjectKeywords(TypedDict, total=False):
 
     Attributes:
         data: Your data set.
-        model: Your network.
+        model: Your network: its class or a function without arguments, which starts from the
+            experiment's seed, or an instance, whose weights are the start.
         generator: Your generator, for FedCOG(generator="custom").
     """
 
     data: Dataset | None
-    model: nn.Module | None
+    model: Network | None
     generator: nn.Module | None
 
 
@@ -99,11 +101,13 @@ def run(
         experiment: The experiment.
         out: The run directory; runs/DATASET-ALGORITHM-SEED by default.
         **keywords: `data`, `model`, `generator`: your own objects instead of what the experiment
-            names. `resume`: continue the run in the directory after its last checkpoint; a finished
-            one is only read. `report`: write report.html (default). `callbacks`: functions of
-            (experiment, line), called after every round. `should_stop`: asked after every round;
-            if true, the run stops with `Interrupted`. `track`: trackers, which change no result.
-            `command`: the command line to record.
+            names. `model` is a class or a function without arguments, which starts from the
+            experiment's seed, or an instance, whose weights are the start. `resume`: continue the
+            run in the directory after its last checkpoint; a finished one is only read. `report`:
+            write report.html (default). `callbacks`: functions of (experiment, line), called after
+            every round. `should_stop`: asked after every round; if true, the run stops with
+            `Interrupted`. `track`: trackers, which change no result. `command`: the command line to
+            record.
 
     Returns:
         The recorded run.
@@ -157,13 +161,13 @@ def compare(
         seeds: The seeds.
         out: Folder of the comparison.
         **keywords: `data`, `model`, `generator`, `callbacks`, `should_stop`, `track`, `command`:
-            see `run`.
+            see `run`. With several seeds, `model` is a class or a function, not an instance.
 
     Returns:
         All runs.
 
     Raises:
-        ConfigError: If an experiment cannot run.
+        ConfigError: If an experiment cannot run, or one network is given for several seeds.
         Interrupted: If the comparison was asked to stop.
 
     Example:

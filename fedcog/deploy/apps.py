@@ -48,7 +48,8 @@ def server_app(
     """Build the app of the server.
 
     Args:
-        network: Builds your own network; None: the network that the settings name.
+        network: Builds your own network, from the experiment's seed; None: the network that the
+            settings name.
         algorithms: Your own algorithms, which the settings may name.
 
     Returns:
@@ -114,7 +115,7 @@ def _prepare_node(
         held = {int(node["partition-id"]): torch.arange(len(data.train_y))}
     if threads:
         torch.set_num_threads(threads)
-    objects = UserObjects(data=data, model=network() if network else None)
+    objects = UserObjects(data=data, model=network)
     setup = ExperimentSetup(experiment, objects, RemoteClients(held))
     return NodeSetup(setup.simulator, experiment.algorithm, secure_scale(experiment))
 
@@ -174,7 +175,7 @@ def _serve(
     data: Dataset | None = None
     if experiment.dataset == "custom":
         data = node_data.read(str(deployment["data"]), _class_names(deployment))
-    objects = UserObjects(data=data, model=network() if network else None)
+    objects = UserObjects(data=data, model=network)
     options = RunOptions(resume=True, callbacks=[_log_round], command="flwr run")
     with Runner(experiment, deployment["out"], objects, options, remote=True) as runner:
         if runner.is_done:

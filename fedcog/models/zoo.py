@@ -6,10 +6,10 @@ To add a network, write a function that builds it, and an entry in `MODELS`.
 import math
 from collections.abc import Callable
 
-import torch
 from torch import nn
 
 from fedcog.models.checks import ModelError
+from fedcog.models.initialization import initialize
 from fedcog.models.resnet import resnet18, resnet18_gn
 
 
@@ -155,10 +155,7 @@ def build(name: str, input_shape: tuple[int, ...], num_classes: int, seed: int) 
         ModelError: If the network does not fit the inputs.
     """
     try:
-        with torch.random.fork_rng(devices=[]):
-            # torch.manual_seed would also reseed the user's GPUs.
-            torch.default_generator.manual_seed(seed)
-            return MODELS[name](input_shape, num_classes)
+        return initialize(lambda: MODELS[name](input_shape, num_classes), seed)
     except (RuntimeError, ValueError) as error:
         raise ModelError(
             f"model '{name}' cannot be built for inputs of shape {input_shape}: {error}. "

@@ -14,7 +14,7 @@ from fedcog.runs.environment import stacks_seeds, torch_settings
 from fedcog.runs.records.recorded_run import Run, read
 from fedcog.runs.records.summary import labels
 from fedcog.runs.runner import Runner, RunOptions, run_all
-from fedcog.runs.setup import UserObjects
+from fedcog.runs.setup import UserObjects, check_seeds
 
 PlannedRun = tuple[Experiment, Path]
 """An experiment with its seed, and its run directory."""
@@ -68,8 +68,12 @@ def run_comparison(
 
     Returns:
         The runs; a diverged one has its `diverged` set and does not stop the others.
+
+    Raises:
+        ConfigError: If an experiment cannot run, or one network is given for several seeds.
     """
     objects = objects or UserObjects()
+    check_seeds(objects.model, seeds)
     options = (options or RunOptions())._replace(resume=True)
     runs: list[Run] = []
     for group in _stackable_groups(plan_runs(out, experiments, seeds)):

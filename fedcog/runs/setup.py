@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import importlib.util
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from fedcog.federation.server import Schedule, Server
 from fedcog.federation.simulator import LocalWorkload, Simulator, WeightRule
 from fedcog.models.checks import TOKENS_HINT
 from fedcog.models.functional import Model
+from fedcog.models.initialization import Network, make_network
 from fedcog.models.zoo import build
 from fedcog.runs.config.composition import algorithm_name, named_layers
 from fedcog.runs.config.experiment import Experiment
@@ -52,13 +54,13 @@ class UserObjects(NamedTuple):
 
     Attributes:
         data: Data set.
-        model: Network.
+        model: Network: an instance, or a class or function, which starts from the run's seed.
         generator: Generator network, for FedCOG(generator="custom").
         preloaded: The data set that the experiment names, if it is already loaded.
     """
 
     data: Dataset | None = None
-    model: nn.Module | None = None
+    model: Network | None = None
     generator: nn.Module | None = None
     preloaded: Dataset | None = None
 
@@ -174,6 +176,7 @@ class ExperimentSetup:
             "test_examples": len(self.dataset.test_y),
             "parameters": sum(value.numel() for value in self.model.params.values()),
             "model": self.model_name,
+            "initial_weights": "given" if self._has_given_weights else "seed",
         }
 
     def displayable(self, artifacts: Params) -> Params:
@@ -239,11 +242,13 @@ class ExperimentSetup:
         experiment = self.experiment
         shape = self.dataset.input_shape
         num_classes = len(self.dataset.classes)
-        module = objects.model
-        self.model_name = "custom"
-        if module is None:
+        if objects.model is None:
             self.model_name = resolve_model_name(experiment, shape)
             module = build(self.model_name, shape, num_classes, experiment.seed)
+        else:
+            self.model_name = "custom"
+            module = make_network(objects.model, shape, num_classes, experiment.seed)
+        self._has_given_weights = isinstance(objects.model, nn.Module)
         self._network_text = describe_network(module)
         if experiment.pretrained:
             module, digest = load_pretrained(module, experiment.pretrained, num_classes)
@@ -560,6 +565,28 @@ def check_ready(experiment: Experiment) -> list[str]:
         except DataError as error:
             faults.append(str(error))
     return faults
+
+
+def check_seeds(model: Network | None, seeds: Iterable[int]) -> None:
+    """Refuse one instance of a network for several seeds, which would all start alike.
+
+    Args:
+        model: The user's network.
+        seeds: The seeds.
+
+    Raises:
+        ConfigError: If there are several seeds and the network is an instance.
+    """
+    different = list(dict.fromkeys(seeds))
+    if isinstance(model, nn.Module) and len(different) > 1:
+        name = type(model).__name__
+        raise ConfigError(
+            [
+                f"model is one {name} with its weights, so seeds {', '.join(map(str, different))} "
+                "would all start from them: give its class or a function instead, such as "
+                f"model={name} or model=lambda: {name}(...), which starts from each seed."
+            ]
+        )
 
 
 def _check_objects(experiment: Experiment, objects: UserObjects) -> None:

@@ -15,6 +15,7 @@ from fedcog.core.settings import ConfigError
 from fedcog.data import DataError, Dataset, PartitionError, registry
 from fedcog.federation.backend import Diverged
 from fedcog.models.checks import ModelError
+from fedcog.models.initialization import Network
 from fedcog.runs.config.composition import algorithm_name
 from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.environment import find_device, torch_settings
@@ -103,7 +104,7 @@ class JobQueue:
     say: Callable[[str], None] = lambda text: None
     command: str | None = None
     data: Dataset | None = None
-    model: nn.Module | None = None
+    model: Network | None = None
     generator: nn.Module | None = None
     planned: Sequence[Job] | None = None
     _deadline: Deadline | None = field(init=False, default=None)

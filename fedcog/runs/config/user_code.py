@@ -14,6 +14,7 @@ from torch import nn
 from fedcog.algorithms import ALGORITHMS, Algorithm
 from fedcog.core import settings
 from fedcog.core.settings import ConfigError
+from fedcog.models.initialization import Network
 from fedcog.runs.config.experiment import Experiment
 
 UserClasses = dict[str, type[Algorithm]]
@@ -103,11 +104,23 @@ def user_source(classes: Iterable[type]) -> str:
     return source
 
 
-def describe_network(network: nn.Module | None) -> str:
-    """Return what identifies a network: its structure, and the user's source in it."""
+def describe_network(network: Network | None) -> str:
+    """Return what identifies a network: its structure, and the user's source in it.
+
+    Args:
+        network: An instance, or a class or function that builds one.
+
+    Returns:
+        The description; empty without a network.
+    """
     if network is None:
         return ""
-    return repr(network) + user_source(type(part) for part in network.modules())
+    if isinstance(network, nn.Module):
+        return repr(network) + user_source(type(part) for part in network.modules())
+    try:
+        return inspect.getsource(network)
+    except (OSError, TypeError):  # defined in an interactive session
+        return str(getattr(network, "__qualname__", type(network).__qualname__))
 
 
 def _load_module(path: Path) -> ModuleType:

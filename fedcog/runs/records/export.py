@@ -1,7 +1,6 @@
 """Export of the global model: its weights in a file, or the whole network as an ONNX graph."""
 
 import contextlib
-import copy
 import importlib.util
 import io
 import json
@@ -18,6 +17,7 @@ import fedcog
 from fedcog.algorithms import Algorithm
 from fedcog.core.settings import ConfigError
 from fedcog.models.checks import ModelError
+from fedcog.models.initialization import Network
 from fedcog.models.ops import augmentation
 from fedcog.runs.config.composition import algorithm_name
 from fedcog.runs.records.files import pack_tensors
@@ -65,7 +65,7 @@ def export(
     out: str | Path | None = None,
     format: Format = "safetensors",
     *,
-    model: nn.Module | None = None,
+    model: Network | None = None,
     algorithm: Algorithm | None = None,
 ) -> Exported:
     """Write the global model of a run's last checkpoint to a file.
@@ -76,7 +76,7 @@ def export(
         format: `safetensors`: weights by name, and JSON metadata under "about". `torch`: a
             state_dict for `torch.load(..., weights_only=True)`. `onnx`: a graph from any number of
             examples as the data set stores them (normalization included) to logits.
-        model: Your network, if the run trained one of yours.
+        model: Your network, if the run trained one of yours: an instance, its class, or a function.
         algorithm: Your algorithm, if the run used one of yours.
 
     Returns:
@@ -91,7 +91,7 @@ def export(
     if format == "onnx" and not all(map(importlib.util.find_spec, ("onnx", "onnxscript"))):
         raise ConfigError(["format onnx needs two packages: pip install 'fedcog[onnx]'."])
     directory = RunDirectory(run)
-    network, checkpoint = load_with_checkpoint(directory, copy.deepcopy(model), algorithm)
+    network, checkpoint = load_with_checkpoint(directory, model, algorithm)
     experiment = directory.experiment()
     try:
         federation = directory.tensors("federation.safetensors")[1]

@@ -9,6 +9,8 @@ from torch import nn
 
 from fedcog.algorithms import Algorithm
 from fedcog.core.tasks import Metric, metric_of
+from fedcog.models.checks import copy_network
+from fedcog.models.initialization import Network, make_network
 from fedcog.models.zoo import MODELS, build
 from fedcog.runs.config.composition import algorithm_name
 from fedcog.runs.config.experiment import Experiment
@@ -103,13 +105,14 @@ def read(path: str | Path) -> Run:
 
 
 def load(
-    path: str | Path, model: nn.Module | None = None, algorithm: Algorithm | None = None
+    path: str | Path, model: Network | None = None, algorithm: Algorithm | None = None
 ) -> nn.Module:
     """Load the trained global model of a run.
 
     Args:
         path: The run directory.
-        model: Your network, if the run trained one of yours.
+        model: Your network, if the run trained one of yours: an instance, which is copied, or its
+            class or a function without arguments.
         algorithm: Your algorithm, if the run used one of yours.
 
     Returns:
@@ -131,13 +134,14 @@ def load(
 
 
 def load_with_checkpoint(
-    directory: RunDirectory, model: nn.Module | None = None, algorithm: Algorithm | None = None
+    directory: RunDirectory, model: Network | None = None, algorithm: Algorithm | None = None
 ) -> tuple[nn.Module, Checkpoint]:
     """Load the trained global model of a run, and the checkpoint that it is from.
 
     Args:
         directory: The run directory.
-        model: Your network, if the run trained one of yours.
+        model: Your network, if the run trained one of yours: an instance, which is copied, or its
+            class or a function without arguments.
         algorithm: Your algorithm, if the run used one of yours.
 
     Returns:
@@ -154,16 +158,18 @@ def load_with_checkpoint(
             f"the run in {path} has no checkpoint yet: wait for its first, or continue it."
         )
     if model is None:
-        model = _build_network(path, experiment, checkpoint)
+        network = _build_network(path, experiment, checkpoint)
+    else:
+        network = _own_network(model, checkpoint, experiment.seed)
     if algorithm is None and (faults := check_runnable(experiment)):
         raise RecordError(
             f"{faults[0].partition(':')[0]}: pass it with fedcog.load({str(path)!r}, "
             "algorithm=...), or to fedcog.export."
         )
     weights = (algorithm or experiment.algorithm).server_model(checkpoint.server)
-    model = model.to(torch.float64 if experiment.precision == "float64" else torch.float32)
-    targets = dict(model.named_parameters()) | dict(model.named_buffers())
-    trainable = {name for name, value in model.named_parameters() if value.requires_grad}
+    network = network.to(torch.float64 if experiment.precision == "float64" else torch.float32)
+    targets = dict(network.named_parameters()) | dict(network.named_buffers())
+    trainable = {name for name, value in network.named_parameters() if value.requires_grad}
     if not trainable <= weights.keys() <= targets.keys():
         raise RecordError(
             f"this network is not the one that the run in {path} trained: its parameters have "
@@ -177,7 +183,14 @@ def load_with_checkpoint(
             )
         with torch.no_grad():
             targets[name].copy_(value)
-    return model.eval(), checkpoint
+    return network.eval(), checkpoint
+
+
+def _own_network(model: Network, checkpoint: Checkpoint, seed: int) -> nn.Module:
+    """Copy the user's network, or build it from the run's seed."""
+    shape = tuple(checkpoint.info.get("input_shape", ()))
+    num_classes = int(checkpoint.info.get("classes", 0))
+    return copy_network(make_network(model, shape, num_classes, seed))
 
 
 def _build_network(path: Path, experiment: Experiment, checkpoint: Checkpoint) -> nn.Module:
@@ -195,6 +208,6 @@ def _build_network(path: Path, experiment: Experiment, checkpoint: Checkpoint) -
     if name == "custom":
         raise RecordError(
             f"the run in {path} trained your own network: pass it with "
-            f"fedcog.load({str(path)!r}, model=YourNetwork()), or to fedcog.export."
+            f"fedcog.load({str(path)!r}, model=YourNetwork), or to fedcog.export."
         )
     return build(name, tuple(shape), num_classes, experiment.seed)

@@ -20,6 +20,7 @@ from fedcog.core.errors import Interrupted
 from fedcog.core.settings import ConfigError
 from fedcog.core.tasks import METRIC_LABELS
 from fedcog.data import Dataset
+from fedcog.models.initialization import Network
 from fedcog.runs.config.composition import algorithm_name, named_layers
 from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.config.user_code import describe_network, user_source
@@ -27,7 +28,7 @@ from fedcog.runs.records.recorded_run import Run, read
 from fedcog.runs.records.run_directory import RecordError, RunDirectory, write_file
 from fedcog.runs.records.summary import Group
 from fedcog.runs.runner import Callback, with_user_objects
-from fedcog.runs.setup import UserObjects
+from fedcog.runs.setup import UserObjects, check_seeds
 from fedcog.studies import job_planning
 from fedcog.studies.job_queue import JobQueue
 from fedcog.studies.result_store import Job, Result, Results
@@ -428,7 +429,7 @@ def run_sweep(
     out: str | Path,
     *,
     data: Dataset | None = None,
-    model: nn.Module | None = None,
+    model: Network | None = None,
     generator: nn.Module | None = None,
     **options: Unpack[QueueOptions],
 ) -> list[Tuned]:
@@ -453,7 +454,7 @@ def run_sweep(
 
 
 def _hash_user_objects(
-    plan: SweepPlan, data: Dataset | None, model: nn.Module | None, generator: nn.Module | None
+    plan: SweepPlan, data: Dataset | None, model: Network | None, generator: nn.Module | None
 ) -> str:
     """Identify the user's own data, networks and algorithms; "" without any."""
     parts = [
@@ -473,7 +474,7 @@ def plan_sweep(
     space: Mapping[str, Any],
     *,
     data: Dataset | None = None,
-    model: nn.Module | None = None,
+    model: Network | None = None,
     **options: Unpack[SearchOptions],
 ) -> SweepPlan:
     """Plan a sweep, and check everything that can be checked before the first trial.
@@ -503,7 +504,9 @@ def plan_sweep(
     for name in ("trial_seeds", "seeds"):
         if name in arguments:
             arguments[name] = tuple(dict.fromkeys(arguments[name]))
-    return SweepPlan(tuple(complete), read_space(space, algorithms), **arguments)
+    plan = SweepPlan(tuple(complete), read_space(space, algorithms), **arguments)
+    check_seeds(model, [*plan.trial_seeds, *plan.seeds])
+    return plan
 
 
 def _best(trials: Sequence[Trial]) -> Trial:

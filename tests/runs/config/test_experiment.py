@@ -140,6 +140,14 @@ def test_identity_changes_only_with_settings_that_affect_results() -> None:
     assert weak.identity != strong.identity
 
 
+def test_identities_of_recorded_runs_never_change() -> None:
+    """Checkpoints hold these digests: a setting that is added later must not change them."""
+    base = Experiment(partition="dirichlet", clients=10)
+    assert base.identity == "58c6dfde6aa83a7d"
+    other = dataclasses.replace(base, algorithm=FedCOG(FedProx()), lr=0.02)
+    assert other.identity == "179ebbdcf1c487e1"
+
+
 def test_every_setting_has_help_and_defaults_are_valid() -> None:
     for setting in settings_of(Experiment).values():
         assert setting.help, setting.name

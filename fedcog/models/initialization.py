@@ -1,0 +1,90 @@
+"""Initial weights from a seed: networks by name, and the user's classes and functions."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedcog.models.checks import ModelError
+
+Network = nn.Module | Callable[..., nn.Module]
+"""A user's network: an instance, or a class or function that builds one."""
+
+
+def initialize(build: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """Build a network whose initial weights depend on the seed only.
+
+    Args:
+        build: Builds the network; its random numbers come from torch's default generator.
+        seed: Seed of the initial weights.
+
+    Returns:
+        The network. The caller's generators are left as they were.
+    """
+    with torch.random.fork_rng(devices=[]):
+        # torch.manual_seed would also reseed the user's GPUs.
+        torch.default_generator.manual_seed(seed)
+        return build()
+
+
+def make_network(
+    network: Network, input_shape: tuple[int, ...], num_classes: int, seed: int
+) -> nn.Module:
+    """Return the user's network with its initial weights.
+
+    Args:
+        network: An instance, which is returned unchanged, or a class or function. It is called with
+            those of `input_shape` and `num_classes` that it names as parameters.
+        input_shape: Shape of one input.
+        num_classes: Number of classes.
+        seed: Seed of the initial weights.
+
+    Returns:
+        The network.
+
+    Raises:
+        ModelError: If the call fails, returns no network, or does not depend on the seed alone.
+    """
+    if isinstance(network, nn.Module) or not callable(network):
+        return network
+    name = getattr(network, "__name__", type(network).__name__)
+    arguments = _arguments(network, {"input_shape": input_shape, "num_classes": num_classes})
+
+    def _build() -> nn.Module:
+        try:
+            return network(**arguments)
+        except TypeError as error:
+            raise ModelError(
+                f"{name} cannot be called as {name}({', '.join(arguments)}): {error}. Give a "
+                f"function without arguments, such as model=lambda: {name}(10)."
+            ) from error
+
+    module = initialize(_build, seed)
+    if not isinstance(module, nn.Module):
+        raise ModelError(f"{name} returned {type(module).__name__}, which is no nn.Module.")
+    if not _equal_weights(module, initialize(_build, seed)):
+        raise ModelError(
+            f"{name} gives other weights when it is called again with the same seed, so runs could "
+            "not be repeated: draw initial weights with torch only, from its default generator."
+        )
+    return module
+
+
+def _arguments(network: Callable[..., Any], known: dict[str, Any]) -> dict[str, Any]:
+    """Select the arguments that a class or function names as parameters."""
+    try:
+        parameters = inspect.signature(network).parameters
+    except (TypeError, ValueError):  # some classes of C extensions have no signature
+        return {}
+    return {name: value for name, value in known.items() if name in parameters}
+
+
+def _equal_weights(first: nn.Module, second: nn.Module) -> bool:
+    tensors = second.state_dict()
+    return all(
+        isinstance(value, nn.UninitializedParameter)
+        or torch.equal(value.nan_to_num(), tensors[name].nan_to_num())
+        for name, value in first.state_dict().items()
+    )

@@ -1,0 +1,111 @@
+"""A network of one's own: seeds, dropout, and what is never touched."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fedcog
+from fedcog import ConfigError, Experiment, FedCOG
+from fedcog.runs.records.run_directory import RunDirectory
+
+TINY = Experiment(clients=4, rounds=2, local_steps=3, batch_size=8, threads=1, workers=1)
+WITH_FEDCOG = dataclasses.replace(TINY, algorithm=FedCOG(count=8, steps=2, start_round=1), rounds=3)
+
+
+class Net(nn.Module):
+    """A network with BatchNorm and dropout."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.4)
+        )
+        self.head = nn.Linear(16, num_classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))  # type: ignore[no-any-return]
+
+
+def losses(run: fedcog.Run) -> list[float]:
+    return [line["loss"] for line in run.lines]
+
+
+def test_equal_experiments_give_the_same_run(tmp_path: Path) -> None:
+    runs = [fedcog.run(TINY, tmp_path / name, model=Net, report=False) for name in "ab"]
+    assert losses(runs[0]) == losses(runs[1])
+    files = [(run.path / "checkpoint.safetensors").read_bytes() for run in runs]
+    assert files[0] == files[1]
+
+
+def test_each_seed_starts_from_its_own_weights(tmp_path: Path) -> None:
+    fixed = dataclasses.replace(TINY, partition_seed=0, lr=1e-12, rounds=1)
+    fedcog.compare([fixed], [0, 1], tmp_path, model=lambda: Net(10))
+    weights = [
+        fedcog.load(tmp_path / "fedavg" / f"seed-{seed}", model=Net).state_dict() for seed in (0, 1)
+    ]
+    assert float((weights[0]["head.weight"] - weights[1]["head.weight"]).abs().max()) > 0.01
+
+
+def test_one_instance_for_several_seeds_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"seeds 0, 1 would all start.*model=Net or model=lambda"):
+        fedcog.compare([TINY], [0, 1], tmp_path, model=Net())
+    with pytest.raises(ConfigError, match="would all start"):
+        fedcog.sweep([TINY], {"lr": [0.1, 0.2]}, tmp_path, trials=2, model=Net())
+    fedcog.compare([TINY], [0], tmp_path / "one", model=Net())
+
+
+def test_record_says_where_initial_weights_come_from(tmp_path: Path) -> None:
+    for name, model in {"seed": Net, "given": Net()}.items():
+        run = fedcog.run(TINY, tmp_path / name, model=model, report=False)
+        about = RunDirectory(run.path).tensors("federation.safetensors")[1]
+        assert about["initial_weights"] == name
+
+
+def test_load_leaves_the_given_network_alone(tmp_path: Path) -> None:
+    fedcog.run(TINY, tmp_path / "run", model=Net, report=False)
+    mine = Net().train()
+    before = {name: value.clone() for name, value in mine.state_dict().items()}
+    loaded = fedcog.load(tmp_path / "run", model=mine)
+    assert loaded is not mine and not loaded.training
+    assert mine.training
+    assert all(torch.equal(before[name], value) for name, value in mine.state_dict().items())
+    assert not torch.equal(loaded.state_dict()["head.weight"], before["head.weight"])
+
+
+def test_run_leaves_the_given_network_alone(tmp_path: Path) -> None:
+    mine = Net().eval()
+    before = {name: value.clone() for name, value in mine.state_dict().items()}
+    fedcog.run(TINY, tmp_path / "run", model=mine, report=False)
+    assert not mine.training
+    assert all(torch.equal(before[name], value) for name, value in mine.state_dict().items())
+
+
+def test_dropout_resumes_byte_for_byte(tmp_path: Path) -> None:
+    straight = fedcog.run(WITH_FEDCOG, tmp_path / "straight", model=Net, report=False)
+    short = dataclasses.replace(WITH_FEDCOG, rounds=2)
+    fedcog.run(short, tmp_path / "resumed", model=Net, report=False)
+    resumed = fedcog.run(WITH_FEDCOG, tmp_path / "resumed", model=Net, resume=True, report=False)
+    assert losses(straight) == losses(resumed)
+    file = "checkpoint.safetensors"
+    assert (straight.path / file).read_bytes() == (resumed.path / file).read_bytes()
+
+
+@pytest.mark.processes
+def test_dropout_is_the_same_in_worker_processes(tmp_path: Path) -> None:
+    alone = fedcog.run(WITH_FEDCOG, tmp_path / "alone", model=Net, report=False)
+    shared = dataclasses.replace(WITH_FEDCOG, workers=2, threads=2)
+    together = fedcog.run(shared, tmp_path / "together", model=Net, report=False)
+    assert losses(together) == pytest.approx(losses(alone), rel=1e-5)
+
+
+def test_dropout_is_the_same_for_clients_at_once(tmp_path: Path) -> None:
+    lines = []
+    for mapping in ("loop", "vmap"):
+        mapped = dataclasses.replace(WITH_FEDCOG, mapping=mapping, precision="float64")
+        run = fedcog.run(mapped, tmp_path / mapping, model=Net, report=False)
+        lines.append(json.dumps([[round(loss, 9) for loss in losses(run)]]))
+    assert lines[0] == lines[1]

@@ -324,7 +324,7 @@ class Algorithm:
             `"logits"` `(B, C)`, `"features"` `(B, F)` or None, and `"buffers"`: the running
             statistics after the pass.
         """
-        logits, features, buffers = client.model.forward(params, client.buffers, batch["x"])
+        logits, features, buffers = client.forward(params, batch["x"])
         return {"logits": logits, "features": features, "buffers": buffers}
 
     def data_loss(self, outputs: State, batch: Batch, client: ClientContext) -> Tensor:

@@ -93,7 +93,7 @@ class Ditto(Wrapper):
 
         def _personal_loss(v: Params, batch: Batch) -> tuple[Tensor, Params]:
             drift = tree.change(client.broadcast["params"], v)
-            logits, _, buffers = client.model.forward(v, _personal_part(client.buffers), batch["x"])
+            logits, _, buffers = client.forward(v, batch["x"], _personal_part(client.buffers))
             data_loss = client.task.loss(logits, batch["y"]).mean()
             return data_loss + self.lambda_pull / 2 * tree.dot(drift, drift), buffers
 

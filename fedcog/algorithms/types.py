@@ -9,7 +9,8 @@ from torch import Tensor
 
 from fedcog.core.tasks import Task
 from fedcog.core.tree import Params, State
-from fedcog.models.functional import Model
+from fedcog.models.functional import ForwardResult, Model
+from fedcog.models.ops.dropout import DropoutKey
 
 Batch = dict[str, Any]
 """The data of one local step.
@@ -160,6 +161,7 @@ class ClientContext:
         lr: Local learning rate of this round.
         batch_size: Number of examples in a batch.
         gradient: Differentiates a loss with respect to parameters or inputs: see `Gradient`.
+        dropout: What dropout masks of this step depend on.
     """
 
     model: Model
@@ -176,18 +178,54 @@ class ClientContext:
     lr: Tensor
     batch_size: int
     gradient: Gradient
+    dropout: DropoutKey | None = None
+
+    def forward(self, params: Params, x: Tensor, buffers: Params | None = None) -> ForwardResult:
+        """Run the network in training mode. `outputs` calls it on the client's own examples.
+
+        Every pass with this method in a step uses the same dropout masks. So a second gradient of
+        the same loss, as in SAM, is that of the same function.
+
+        Args:
+            params: Parameters by name.
+            x: Inputs `(B, *input_shape)`.
+            buffers: Running statistics before the pass; `self.buffers` by default.
+
+        Returns:
+            Logits `(B, C)`, features `(B, F)`, and the running statistics after the pass. They
+            become the client's only if a hook returns them.
+        """
+        before = self.buffers if buffers is None else buffers
+        return self.model.forward(params, before, x, self.dropout)
 
     def logits(self, params: Params, x: Tensor) -> Tensor:
-        """Compute outputs as in training, without moving running statistics.
+        """Compute outputs on further inputs as in training, without moving running statistics.
 
         Args:
             params: Parameters by name.
             x: Inputs `(B, *input_shape)`.
 
         Returns:
-            Logits `(B, C)`. BatchNorm normalizes by the batch's own statistics.
+            Logits `(B, C)`. BatchNorm normalizes by the batch's own statistics. Dropout is active,
+            with other masks than in `forward`.
         """
-        return self.model.forward(params, self.buffers, x).logits
+        dropout = None if self.dropout is None else self.dropout._replace(stream=1)
+        return self.model.forward(params, self.buffers, x, dropout).logits
+
+    def teacher_logits(self, x: Tensor) -> Tensor:
+        """Compute the outputs of the global model, as a teacher for distillation.
+
+        The global model is that of the broadcast, in evaluation mode: BatchNorm uses its running
+        statistics, dropout is off, and nothing is written.
+
+        Args:
+            x: Inputs `(B, *input_shape)`.
+
+        Returns:
+            Logits `(B, C)`, without a gradient.
+        """
+        weights = self.broadcast["params"] | self.broadcast["buffers"]
+        return self.model.predict(weights, x).detach()
 
     def step_gradient(self, loss: Loss, params: Params, batch: Batch) -> StepGradient:
         """Differentiate the loss of a local step.

@@ -34,13 +34,24 @@ def philox(key: tuple[int, int], counter: Counter) -> tuple[Tensor, ...]:
     """
     if counter[0].device.type == "cpu":
         # numpy takes a quarter of the time here: 0.2 ms for the order of a small client's examples
-        words = _rounds(key, *(part.numpy() for part in counter))
+        words = philox_rounds(key, *(part.numpy() for part in counter))
         return tuple(torch.from_numpy(word) for word in words)
-    return _rounds(key, *counter)
+    return philox_rounds(key, *counter)
 
 
-def _rounds(key: tuple[int, int], a: Any, b: Any, c: Any, d: Any) -> tuple[Any, ...]:
-    """Run the ten rounds, on tensors or arrays."""
+def philox_rounds(key: tuple[Any, Any], a: Any, b: Any, c: Any, d: Any) -> tuple[Any, ...]:
+    """Run the ten rounds in plain arithmetic, which vmap and graphs can record.
+
+    Args:
+        key: Two 32-bit words, as integers or int64 tensors.
+        a: First word of the counter, an int64 tensor or array.
+        b: Second word; the words need only broadcast against each other.
+        c: Third word.
+        d: Fourth word.
+
+    Returns:
+        Four tensors or arrays of random 32-bit words.
+    """
     low, high = key
     for _ in range(10):
         # The 64-bit product may wrap below zero; both halves are still right after shift and mask.

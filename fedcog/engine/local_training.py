@@ -19,6 +19,7 @@ from fedcog.core.tree import Params, State
 from fedcog.data.client_batches import FederatedData
 from fedcog.engine.aggregation import is_finite
 from fedcog.models.functional import Model
+from fedcog.models.ops.dropout import DropoutKey
 
 MapClients = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Turns a function of one client into one of a cohort: `vmap_clients` or `single_client`."""
@@ -34,6 +35,7 @@ class CohortClients(NamedTuple):
         class_counts: Training examples of each class, `(K, C)`.
         label_set_sizes: Training examples with 0, 1, 2, ... labels.
         num_steps: Number of local steps, `(K,)`, in host memory until training starts.
+        dropout_words: Words of the run's seed that key dropout masks, `(K, 2)`.
     """
 
     client_ids: Tensor
@@ -42,6 +44,7 @@ class CohortClients(NamedTuple):
     class_counts: Tensor
     label_set_sizes: Tensor
     num_steps: Tensor
+    dropout_words: Tensor
 
     def select(self, rows: Tensor) -> "CohortClients":
         """Return the clients in these rows (in host memory), in this order."""
@@ -53,6 +56,7 @@ class CohortClients(NamedTuple):
             class_counts=self.class_counts[device_rows],
             label_set_sizes=self.label_set_sizes[device_rows],
             num_steps=self.num_steps[rows],
+            dropout_words=self.dropout_words[device_rows],
         )
 
     def single(self, row: int) -> "CohortClients":
@@ -64,6 +68,7 @@ class CohortClients(NamedTuple):
             class_counts=self.class_counts[row],
             label_set_sizes=self.label_set_sizes[row],
             num_steps=self.num_steps[row],
+            dropout_words=self.dropout_words[row],
         )
 
 
@@ -250,6 +255,7 @@ class LocalTraining(NamedTuple):
             lr=inputs.lr,
             batch_size=self.batch_size,
             gradient=self.gradient,
+            dropout=DropoutKey(client.dropout_words, inputs.round, client.client_ids, step),
         )
 
     def start_buffers(self, inputs: RoundInputs, step: Tensor) -> Params:

@@ -10,6 +10,7 @@ from fedcog.core.tree import Params
 from fedcog.data.client_batches import FederatedData
 from fedcog.engine.local_training import autograd_gradient
 from fedcog.models.functional import Model
+from fedcog.models.ops.dropout import trial_key
 
 NUM_PASSES = 4
 """Assumed memory of a client, in forward and backward passes."""
@@ -42,7 +43,7 @@ def max_clients_in_memory(model: Model, data: FederatedData, batch_size: int) ->
     x = torch.zeros((batch_size, *model.input_shape), dtype=data.dtype, device=device)
 
     def _total_logits(params: Params, batch: Batch) -> Tensor:
-        return model.forward(params, model.buffers, batch["x"]).logits.sum()
+        return model.forward(params, model.buffers, batch["x"], trial_key(device)).logits.sum()
 
     autograd_gradient(_total_logits, model.params, {"x": x})
     pass_bytes = torch.cuda.max_memory_allocated(device) - before

@@ -19,6 +19,7 @@ from fedcog.federation.backend import ClientFindings, RoundRequest, RoundResult
 from fedcog.federation.client_sampling import LossOver
 from fedcog.federation.client_states import ClientStates
 from fedcog.federation.device_types import DeviceType
+from fedcog.models.ops.dropout import seed_words
 
 WeightRule = Literal["examples", "uniform"]
 """How clients are weighted in the server's sum: by their number of examples, or alike."""
@@ -103,6 +104,7 @@ class Simulator:
             ]
         )
         cohort.max_steps = int(self.num_steps.max())
+        self._dropout_words = seed_words(data.seed).to(data.device)
 
     # Backend protocol
 
@@ -326,6 +328,7 @@ class Simulator:
             class_counts=self.class_counts[rows],
             label_set_sizes=self.label_set_sizes[rows],
             num_steps=self.num_steps[ids],
+            dropout_words=self._dropout_words.expand(len(ids), 2),
         )
 
     def new_client_state(self, algorithm: Algorithm, broadcast: State, client_id: int) -> State:
@@ -393,6 +396,7 @@ def run_stacked_round(
         and len(first.device_types) == 1
         and first.cohort.config.mapping != "loop"
         and first.cohort.chunk_size(num_clients) == num_clients
+        and _share_constants(simulators)
     )
     if can_stack:
         with contextlib.suppress(torch.cuda.OutOfMemoryError):
@@ -405,6 +409,12 @@ def run_stacked_round(
         simulator.run_round(request)
         for simulator, request in zip(simulators, requests, strict=True)
     ]
+
+
+def _share_constants(simulators: Sequence[Simulator]) -> bool:
+    """Return whether the networks of several runs differ in trained weights only."""
+    first = simulators[0].cohort.model
+    return all(first.has_same_constants(other.cohort.model) for other in simulators[1:])
 
 
 def _run_as_one(

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fedcog.models.ops.dropout import KeyedDropout, trial_key
+
 TOKENS_HINT = (
     "Inputs are continuous here, and token numbers are not: give embedded tokens, as floats."
 )
@@ -21,17 +23,19 @@ class CheckedNetwork(NamedTuple):
     Attributes:
         buffer_names: Floating buffers that training changes.
         head: Name of the linear layer whose outputs are the logits, if there is one.
+        uses_dropout: Whether a pass in training mode drops values at random.
     """
 
     buffer_names: set[str]
     head: str | None
+    uses_dropout: bool = False
 
 
 def copy_network(module: nn.Module) -> nn.Module:
     """Copy a network; raise a ModelError if it is wrapped, lazy or cannot be copied."""
     if not isinstance(module, nn.Module):
         raise ModelError(
-            f"{type(module).__name__} is no nn.Module: give an instance of one, such as MyNet()."
+            f"{type(module).__name__} is no nn.Module: give its class, such as model=MyNet."
         )
     if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise ModelError(
@@ -79,18 +83,26 @@ def check_trainable(
     inputs = inputs.to(trainable[0])
     original = inputs.clone()
     trained = copy.deepcopy(module).train()
+    key = trial_key(inputs.device)
     with torch.random.fork_rng(devices=[]):
         rng_state = torch.random.get_rng_state()
-        outputs = _try_forward(trained, inputs, num_classes)
-        drew_numbers = not torch.equal(rng_state, torch.random.get_rng_state())
+        with KeyedDropout(key) as dropout:
+            outputs = _try_forward(trained, inputs, num_classes)
         second = copy.deepcopy(module).train()
-        repeated = _try_forward(second, original.clone(), num_classes)
-        heads = [
-            _find_head(copy.deepcopy(module).train(mode), original.clone(), num_classes)
-            for mode in (True, False)
-        ]
-    if drew_numbers or not torch.equal(outputs.nan_to_num(), repeated.nan_to_num()):
+        with KeyedDropout(key):
+            repeated = _try_forward(second, original.clone(), num_classes)
+            heads = [_find_head(copy.deepcopy(module).train(), original.clone(), num_classes)]
+        draws_in_training = not torch.equal(rng_state, torch.random.get_rng_state())
+        heads.append(_find_head(copy.deepcopy(module).eval(), original.clone(), num_classes))
+        is_random = not torch.equal(rng_state, torch.random.get_rng_state())
+    is_repeatable = torch.equal(outputs.nan_to_num(), repeated.nan_to_num())
+    if draws_in_training or not is_repeatable:
         raise ModelError(_explain_randomness(module))
+    if is_random:
+        raise ModelError(
+            "the network draws random numbers in evaluation mode: call dropout with "
+            "training=self.training, F.dropout(x, 0.5, self.training)."
+        )
     if not torch.equal(inputs, original):
         raise ModelError(
             "the network writes over its own inputs: take inplace=True off its first layer."
@@ -108,7 +120,8 @@ def check_trainable(
                 f"buffer '{name}' counts in training, "
                 "and a count can be neither averaged nor resumed."
             )
-    return CheckedNetwork(changed - counters, heads[0] if heads[0] == heads[1] else None)
+    head = heads[0] if heads[0] == heads[1] else None
+    return CheckedNetwork(changed - counters, head, dropout.num_calls > 0)
 
 
 def _check_parameters(module: nn.Module) -> None:
@@ -132,15 +145,16 @@ def _check_parameters(module: nn.Module) -> None:
 
 def _explain_randomness(module: nn.Module) -> str:
     layers = [
-        repr(name)
+        f"'{name}' ({type(layer).__name__})"
         for name, layer in module.named_modules()
-        if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p
+        if getattr(layer, "dropout", 0) and isinstance(layer, nn.RNNBase)
     ]
     return (
         "the network does not give the same outputs for the same inputs in training mode: "
-        f"{', '.join(layers) or 'a layer'} must be drawing random numbers (as dropout does), "
-        "and here every random number comes from a keyed stream, so that runs can be repeated "
-        "and resumed exactly. Take the layer out or set its rate to 0."
+        f"{', '.join(layers) or 'a layer'} draws random numbers of its own. Here every random "
+        "number comes from a keyed stream, so that runs can be repeated and resumed exactly. "
+        "Use nn.Dropout and its like, or Tensor.bernoulli_(p), which do so; recurrent layers need "
+        "dropout=0, with an nn.Dropout between them."
     )
 
 
@@ -190,9 +204,11 @@ def supports_channels_last(
     inputs = inputs.to(next(module.parameters()))
     try:
         for mode in (True, False):
-            expected = copy.deepcopy(module).train(mode)(inputs)
             reordered = inputs.contiguous(memory_format=torch.channels_last)
-            outputs = copy.deepcopy(module).train(mode)(reordered)
+            with KeyedDropout(trial_key(inputs.device)):
+                expected = copy.deepcopy(module).train(mode)(inputs)
+            with KeyedDropout(trial_key(inputs.device)):
+                outputs = copy.deepcopy(module).train(mode)(reordered)
             outputs.sum().backward()
             if not torch.allclose(outputs, expected, rtol=1e-3, atol=1e-4, equal_nan=True):
                 return False

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
@@ -18,6 +19,7 @@ from fedcog.models.checks import (
     copy_network,
     supports_channels_last,
 )
+from fedcog.models.ops.dropout import DropoutKey, KeyedDropout
 from fedcog.models.ops.layers import LayerOverrides
 from fedcog.models.width_masks import WidthError, width_masks
 
@@ -51,6 +53,7 @@ class Model:
             are the inputs of this layer.
         input_shape: Shape of one input.
         num_classes: Number of classes.
+        uses_dropout: Whether a pass in training mode drops values at random.
         generator: Network that makes inputs from noise, if the user gave one.
     """
 
@@ -85,11 +88,15 @@ class Model:
         self.head = checked.head
         self.input_shape = tuple(input_shape)
         self.num_classes = num_classes
+        self.uses_dropout = checked.uses_dropout
         self.generator = generator
         self._channels_last = trained and supports_channels_last(module, input_shape, trial_size)
         _remove_batch_counters(module)
         # functional_call's search for tied weights costs 5% of a call.
         self._has_tied_weights = _has_tied_weights(module)
+        self._has_attention = any(
+            isinstance(layer, nn.MultiheadAttention) for layer in module.modules()
+        )
         # Tensors are sorted by name and contiguous, as files and messages return them. Otherwise,
         # sums over a model could differ in the last bit after a resume.
         self.params: Params = {
@@ -109,19 +116,30 @@ class Model:
         self._autocast_dtype: torch.dtype | None = None
         self._width_masks: dict[float, Params] = {}
 
-    def forward(self, params: Params, buffers: Params, x: Tensor) -> ForwardResult:
-        """Run the network in training mode.
+    def forward(
+        self, params: Params, buffers: Params, x: Tensor, dropout: DropoutKey | None = None
+    ) -> ForwardResult:
+        """Run the network in training mode. Hooks call `ClientContext.forward` instead.
 
         Args:
             params: Trainable parameters by name; further names are ignored.
             buffers: Running statistics by name. They are not written to.
             x: Inputs `(B, *input_shape)`.
+            dropout: What dropout masks depend on; required if the network uses dropout.
 
         Returns:
             Logits `(B, C)`, features `(B, F)`, and the running statistics after the pass.
+
+        Raises:
+            ModelError: If the network uses dropout and `dropout` is None.
         """
+        if self.uses_dropout and dropout is None:
+            raise ModelError(
+                "the network uses dropout, and this pass has no key for its masks: call "
+                "client.forward(params, x) instead of client.model.forward(...)."
+            )
         copies = {name: value.clone() for name, value in buffers.items()}  # layers write in place
-        logits, features, renewed = self._call(self._train, params | copies, x)
+        logits, features, renewed = self._call(self._train, params | copies, x, dropout)
         after = {name: renewed.get(id(value), value) for name, value in copies.items()}
         return ForwardResult(logits, features, after)
 
@@ -278,7 +296,7 @@ class Model:
         return sum(flops)
 
     def _call(
-        self, module: nn.Module, weights: Params, x: Tensor
+        self, module: nn.Module, weights: Params, x: Tensor, dropout: DropoutKey | None = None
     ) -> tuple[Tensor, Tensor | None, dict[int, Tensor]]:
         seen = list[Tensor]()
         known = {name: weights[name] for name in (*self.params, *self.buffers)}
@@ -291,6 +309,11 @@ class Model:
             x = x.contiguous(memory_format=torch.channels_last)
         with contextlib.ExitStack() as around:
             layers = around.enter_context(self.layers())
+            if self._is_vmappable and self._has_attention:
+                # vmap maps torch's fused kernels one model at a time.
+                around.enter_context(sdpa_kernel(SDPBackend.MATH))
+            if dropout is not None and self.uses_dropout:
+                around.enter_context(KeyedDropout(dropout, is_mapped=self._is_vmappable))
             if self._autocast_dtype is not None:
                 around.enter_context(
                     torch.autocast(x.device.type, self._autocast_dtype, cache_enabled=False)
@@ -311,6 +334,22 @@ class Model:
         if self._is_vmappable or self._is_batch_invariant:
             return LayerOverrides(self._is_batch_invariant)
         return contextlib.nullcontext()
+
+    def has_same_constants(self, other: "Model") -> bool:
+        """Return whether frozen weights and constant buffers equal those of another network.
+
+        Args:
+            other: The same network, initialized from another seed.
+
+        Returns:
+            True if clients of both can train in one stack, which shares what is not trained.
+        """
+        varying = {*self.params, *self.buffers}
+        mine = self._train.state_dict()
+        theirs = other._train.state_dict()
+        return all(
+            torch.equal(value, theirs[name]) for name, value in mine.items() if name not in varying
+        )
 
     @property
     def vmappable(self) -> "Model":

@@ -20,7 +20,7 @@ from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.environment import torch_settings
 from fedcog.runs.records.checkpoint import Checkpoint
 from fedcog.runs.records.run_directory import RunDirectory
-from fedcog.testing.toy_federation import ToyFederation, max_difference
+from fedcog.testing.toy_federation import ToyFederation, max_difference, norm_dropout_network
 
 TOLERANCE = 1e-9
 """Largest difference, in float64, of results that differ in the order of sums only."""
@@ -30,8 +30,18 @@ FEDCOG = FedCOG(count=8, steps=3, start_round=1, lr=0.1)
 """A quick FedCOG to wrap algorithms with."""
 
 
+NETWORKS: dict[str, dict[str, Any]] = {
+    "": {},
+    " on a network with BatchNorm and dropout": {"module": norm_dropout_network},
+}
+"""Settings of the networks that checks use, by what their messages add."""
+
+
 def neutral_equals_fedavg(algorithm: Algorithm, neutral: Algorithm) -> None:
     """Check that the neutral settings give FedAvg exactly, and the algorithm itself does not.
+
+    Running statistics of BatchNorm count too: only the pass over the client's own examples may move
+    them.
 
     Args:
         algorithm: The algorithm.
@@ -40,10 +50,12 @@ def neutral_equals_fedavg(algorithm: Algorithm, neutral: Algorithm) -> None:
     Raises:
         AssertionError: If it does not hold.
     """
+    for network, options in NETWORKS.items():
+        expected = _final_model(ToyFederation(Algorithm(), **PARTIAL, **options))
+        actual = _final_model(ToyFederation(neutral, **PARTIAL, **options))
+        wrong = [name for name in expected if not torch.equal(expected[name], actual[name])]
+        assert not wrong, f"{neutral} is not FedAvg{network}: {', '.join(wrong)} differ."
     expected = _final_params(ToyFederation(Algorithm(), **PARTIAL))
-    actual = _final_params(ToyFederation(neutral, **PARTIAL))
-    wrong = [name for name in expected if not torch.equal(expected[name], actual[name])]
-    assert not wrong, f"{neutral} is not FedAvg: {', '.join(wrong)} differ."
     if algorithm != neutral:
         params = _final_params(ToyFederation(algorithm, **PARTIAL))
         is_same = all(
@@ -54,9 +66,11 @@ def neutral_equals_fedavg(algorithm: Algorithm, neutral: Algorithm) -> None:
 
 def loop_equals_vmap(algorithm: Algorithm) -> None:
     """Check that clients trained one by one end like clients trained at once."""
-    loop = ToyFederation(algorithm, "loop", **PARTIAL).final_state()
-    vmap = ToyFederation(algorithm, "vmap", **PARTIAL).final_state()
-    assert max_difference(loop, vmap) < TOLERANCE, "the loop over clients and vmap differ."
+    for network, options in NETWORKS.items():
+        loop = ToyFederation(algorithm, "loop", **PARTIAL, **options).final_state()
+        vmap = ToyFederation(algorithm, "vmap", **PARTIAL, **options).final_state()
+        difference = max_difference(loop, vmap)
+        assert difference < TOLERANCE, f"the loop over clients and vmap differ{network}."
 
 
 def cohort_equals_cohorts_of_one(algorithm: Algorithm) -> None:
@@ -176,10 +190,12 @@ def active_fedcog_keeps_the_rule(algorithm: Algorithm) -> None:
         return
     active = dataclasses.replace(FEDCOG, inner=algorithm, start_round=0)
     weightless = dataclasses.replace(active, weighting="fixed", lambda_kd=0.0)
-    expected = ToyFederation(algorithm, **PARTIAL).final_state()
-    actual = ToyFederation(weightless, **PARTIAL).final_state()
-    common = {name: actual[name] for name in expected}
-    assert max_difference(expected, common) < TOLERANCE, "FedCOG around it loses its rule."
+    for network, options in NETWORKS.items():
+        expected = ToyFederation(algorithm, **PARTIAL, **options).final_state()
+        actual = ToyFederation(weightless, **PARTIAL, **options).final_state()
+        common = {name: actual[name] for name in expected}
+        difference = max_difference(expected, common)
+        assert difference < TOLERANCE, f"FedCOG around it loses its rule{network}."
     with_fedcog = _final_params(ToyFederation(active, **PARTIAL))
     without = _final_params(ToyFederation(algorithm, **PARTIAL))
     difference = max_difference(with_fedcog, without)
@@ -296,6 +312,13 @@ def _changed_names(first: dict[str, Any], second: dict[str, Any]) -> str:
 def _has_fedcog(algorithm: Algorithm) -> bool:
     """Return whether FedCOG is part of an algorithm; it cannot wrap itself."""
     return algorithm.generation_start is not None
+
+
+def _final_model(toy: ToyFederation) -> Params:
+    """Run a federation, and return its final parameters and running statistics."""
+    toy.run()
+    weights: Params = toy.server.state["params"] | toy.server.state["buffers"]
+    return weights
 
 
 def _final_params(toy: ToyFederation) -> Params:

@@ -19,6 +19,7 @@ from fedcog.federation.client_sampling import Uniform
 from fedcog.federation.server import FinishedRound, Schedule, Server
 from fedcog.federation.simulator import LocalWorkload, Simulator
 from fedcog.models.functional import Model
+from fedcog.models.initialization import Network, make_network
 from fedcog.models.zoo import build
 from fedcog.runs.scoring import ModelScorer
 
@@ -100,12 +101,27 @@ def random_vectors(
     return from_arrays(*train, x[num_train:], y[num_train:], classes=names)
 
 
+def norm_dropout_network() -> nn.Module:
+    """Build a network for `random_images` with BatchNorm and two kinds of dropout."""
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, stride=2),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Dropout2d(0.2),
+        nn.Flatten(),
+        nn.Linear(36, 8),
+        nn.ReLU(),
+        nn.Dropout(0.3),
+        nn.Linear(8, NUM_CLASSES),
+    )
+
+
 class ToyConfig(NamedTuple):
     """The settings of a toy federation.
 
     Attributes:
         dataset: The data set; random images by default.
-        module: The network; a small CNN by default.
+        module: The network, or a function that builds it; a small CNN by default.
         generator: A generator network.
         sizes: Number of training examples of each client.
         dtype: Precision.
@@ -123,7 +139,7 @@ class ToyConfig(NamedTuple):
     """
 
     dataset: Dataset | None = None
-    module: nn.Module | None = None
+    module: Network | None = None
     generator: nn.Module | None = None
     sizes: Sequence[int] = (50, 30, 10)
     dtype: torch.dtype = torch.float64
@@ -176,7 +192,10 @@ class ToyFederation:
             dtype=config.dtype,
         )
         shape = self.dataset.input_shape
-        module = config.module or build("small", shape, NUM_CLASSES, seed=config.seed - 2)
+        if config.module is None:
+            module = build("small", shape, NUM_CLASSES, seed=config.seed - 2)
+        else:
+            module = make_network(config.module, shape, NUM_CLASSES, config.seed)
         model = Model(module, shape, NUM_CLASSES, generator=config.generator)
         self.model = model.to(device, config.dtype)
         self.task = make_task(NUM_CLASSES, self.dataset.multi_label)

@@ -55,6 +55,7 @@ CASES: dict[str, tuple[Algorithm, dict[str, Any]]] = {
         },
     ),
     "clipped": (dataclasses.replace(FEDCOG, inner=MOON()), {"clip": 1.0}),
+    "dropout": (FEDCOG, {"module": USER_MODELS["dropout"]()}),
     "several labels": (
         dataclasses.replace(FEDCOG, inner=MOON()),
         {"dataset": random_multi_label()},

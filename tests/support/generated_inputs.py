@@ -8,6 +8,7 @@ import torch
 from fedcog.algorithms import Batch, ClientContext, FedCOG
 from fedcog.core import tree
 from fedcog.engine.local_training import CohortClients, RoundInputs
+from fedcog.models.ops.dropout import seed_words
 from fedcog.testing import ToyFederation
 
 
@@ -27,6 +28,7 @@ def generate_inputs(
         simulator.class_counts[0],
         simulator.label_set_sizes[0],
         simulator.num_steps[0],
+        seed_words(0),
     )
     training = simulator.cohort.local_training(toy.algorithm)
     lr = torch.tensor(0.1, dtype=torch.float64)

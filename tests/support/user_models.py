@@ -70,6 +70,45 @@ def batch_norm() -> nn.Module:
     )
 
 
+class StochasticDepth(nn.Module):
+    """A residual branch that is skipped at random, example by example, as in torchvision."""
+
+    def __init__(self, branch: nn.Module, rate: float) -> None:
+        super().__init__()
+        self.branch = branch
+        self.rate = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        branch: Tensor = self.branch(x)
+        if self.training:
+            noise = torch.empty([len(x), 1, 1, 1], dtype=x.dtype, device=x.device)
+            noise = noise.bernoulli_(1 - self.rate)
+            branch = branch * noise / (1 - self.rate)
+        return x + branch
+
+
+class Dropouts(nn.Module):
+    """Every kind of dropout: of values, of channels, alpha, in attention, of whole branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 4, 3, stride=2)
+        self.channels = nn.Dropout2d(0.3)
+        self.branch = StochasticDepth(nn.Conv2d(4, 4, 3, padding=1), 0.2)
+        self.attention = nn.MultiheadAttention(4, 2, dropout=0.2, batch_first=True)
+        self.norm = nn.BatchNorm1d(36)
+        self.alpha = nn.AlphaDropout(0.2)
+        self.values = nn.Dropout(0.5, inplace=True)
+        self.head = nn.Linear(36, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.branch(self.channels(torch.relu(self.stem(x))))
+        tokens = x.flatten(2).mT
+        tokens = tokens + self.attention(tokens, tokens, tokens, need_weights=False)[0]
+        logits: Tensor = self.head(self.values(self.alpha(self.norm(tokens.flatten(1)))))
+        return logits
+
+
 def user_generator(dropout: float = 0.5) -> nn.Module:
     """A user's generator: noise (N, 5) -> images (N, 1, 8, 8)."""
     with torch.random.fork_rng(devices=[]):
@@ -95,4 +134,5 @@ USER_MODELS = {
     "tied": _seeded(Tied),
     "batch-norm": _seeded(batch_norm),
     "frozen": _seeded(Frozen),
+    "dropout": _seeded(Dropouts),
 }

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset
+
+from fedcog.core import settings
 
 Values = Tensor | npt.NDArray[Any] | Sequence[Any]
 
@@ -43,24 +45,29 @@ class DatasetOptions(TypedDict, total=False):
     std: Sequence[float] | None
     augment: bool
     users: Values | Sequence[Hashable] | None
+    test_users: Values | Sequence[Hashable] | None
     indices: Sequence[Values] | None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Dataset:
-    """Labeled examples: a training set to partition among clients, and a common test set.
+    """Labeled examples: a training set to partition among clients, and a test set.
+
+    The test set may be empty (no rows). With `test_users`, each user has test examples of its own.
 
     Attributes:
         name: Name of the data set.
         train_x: Training inputs: uint8 images `(N, C, H, W)`, or floats `(N, ...)`.
         train_y: Training labels: int64 `(N,)`, or bool `(N, num_classes)` if multi-label.
-        test_x: Test inputs, in the format of `train_x`.
+        test_x: Test inputs, in the format of `train_x`; no rows if there is no test set.
         test_y: Test labels, in the format of `train_y`.
         classes: Names of the classes.
         mean: Mean per channel of `x / 255`; empty if inputs are used unchanged.
         std: Standard deviation per channel of `x / 255`; empty if inputs are used unchanged.
         augment: Whether random crops and horizontal flips make sense by default.
         users: User of each training example, int64 `(N,)`, if known.
+        test_users: User of each test example, numbered as `users`, if known.
+        user_names: Name of each user, by number; empty if users have no names.
         indices: Training examples of each client, int64, if the partition is fixed.
         digest: Digest of all examples, if known; it saves hashing gigabytes again.
     """
@@ -77,6 +84,8 @@ class Dataset:
     users: Tensor | None = None
     indices: tuple[Tensor, ...] | None = None
     digest: str = ""
+    test_users: Tensor | None = None
+    user_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         faults = [
@@ -110,6 +119,9 @@ class Dataset:
     def fingerprint(self) -> str:
         """A SHA-256 digest of all examples, the class names and the normalization."""
         sha256 = hashlib.sha256(json.dumps([self.mean, self.std, self.classes]).encode())
+        if self.test_users is not None:
+            sha256.update(b"test_users")
+            sha256.update(self.test_users.contiguous().numpy().data)
         if self.digest:
             sha256.update(self.digest.encode())
             return sha256.hexdigest()
@@ -151,16 +163,27 @@ class Dataset:
             yield f"std is {self.std}: every entry must be above 0"
 
     def _user_faults(self) -> Iterator[str]:
-        count = _num_examples(self.train_x)
-        if self.users is None:
-            return
-        if self.users.dtype != torch.int64 or self.users.shape != (count,):
-            yield (
-                f"users has {self.users.numel()} entries: "
-                f"give one for each of {count} training examples"
-            )
-        elif bool((self.users < 0).any()):
-            yield f"users holds {int(self.users.min())}: number the users from 0"
+        splits = [
+            ("users", self.users, "training", _num_examples(self.train_x)),
+            ("test_users", self.test_users, "test", _num_examples(self.test_x)),
+        ]
+        for name, users, split, count in splits:
+            if users is None:
+                continue
+            if users.dtype != torch.int64 or users.shape != (count,):
+                yield (
+                    f"{name} has {users.numel()} entries: "
+                    f"give one for each of {count} {split} examples"
+                )
+            elif bool((users < 0).any()):
+                yield f"{name} holds {int(users.min())}: number the users from 0"
+            elif self.user_names and count and int(users.max()) >= len(self.user_names):
+                yield (
+                    f"{name} holds {int(users.max())}, and user_names has "
+                    f"{len(self.user_names)} names: name every user"
+                )
+        if self.test_users is not None and self.users is None:
+            yield "test_users is given without users: give the user of each training example too"
 
     def _index_faults(self) -> Iterator[str]:
         count = _num_examples(self.train_x)
@@ -208,7 +231,7 @@ def _describe(x: Tensor) -> str:
 def _example_faults(split: str, x: Tensor, y: Tensor, num_classes: int) -> Iterator[str]:
     if x.dim() == 1:
         yield f"{split}_x is {list(x.shape)}: give [n, 1] for one number per example"
-    if _num_examples(x) == 0:
+    if _num_examples(x) == 0 and (split == "train" or x.dim() < 2):
         yield f"{split}_x is {list(x.shape)}: give at least one example"
     yield from _label_faults(split, x, y, num_classes)
     if x.is_floating_point():
@@ -246,8 +269,8 @@ def _label_faults(split: str, x: Tensor, y: Tensor, num_classes: int) -> Iterato
 def from_arrays(
     train_x: Values,
     train_y: Values,
-    test_x: Values,
-    test_y: Values,
+    test_x: Values | None = None,
+    test_y: Values | None = None,
     **options: Unpack[DatasetOptions],
 ) -> Dataset:
     """Make a data set from arrays or tensors.
@@ -260,7 +283,7 @@ def from_arrays(
     Args:
         train_x: Training inputs.
         train_y: Training labels.
-        test_x: Test inputs.
+        test_x: Test inputs; without them, the test set is empty.
         test_y: Test labels.
         **options: Optional settings, by keyword.
             name: Name of the data set; "custom" by default.
@@ -269,7 +292,9 @@ def from_arrays(
             std: Standard deviation per channel of `x / 255`; by default that of the training
                 images.
             augment: Whether random crops and horizontal flips make sense.
-            users: User of each training example; any values that can be sorted.
+            users: User of each training example; any values that can be sorted. Their text is kept
+                as `user_names`. Each user becomes a client, unless the experiment says otherwise.
+            test_users: User of each test example, if users have test examples of their own.
             indices: Training examples of each client, if the partition is fixed.
 
     Returns:
@@ -288,11 +313,20 @@ def from_arrays(
         print(data)  # Dataset('custom', 15 + 5 examples of float32 [3], 3 classes)
         ```
     """
+    _check_options(options)
     fields: dict[str, Any] = {"name": "custom", **options}
+    has_test = test_x is not None
+    if has_test != (test_y is not None):
+        given, missing = ("test_x", "test_y") if has_test else ("test_y", "test_x")
+        raise DataError(f"{given} is given without {missing}: give both, or neither.")
     train_inputs = _to_inputs("train_x", train_x)
-    test_inputs = _to_inputs("test_x", test_x)
-    train_y, test_y, names = _label_sets_to_rows(train_y, test_y, options.get("classes"))
+    test_inputs = train_inputs[:0] if test_x is None else _to_inputs("test_x", test_x)
+    train_y, test_y, names = _label_sets_to_rows(
+        train_y, test_y if has_test else train_y, options.get("classes")
+    )
     train_labels, test_labels, classes = _to_labels(_to_array(train_y), _to_array(test_y), names)
+    if not has_test:
+        test_labels = test_labels[:0]
     fields |= _normalization(train_inputs, options)
     fields |= _clients(options)
     fields["classes"] = classes
@@ -305,13 +339,26 @@ def from_arrays(
     )
 
 
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Refuse unknown keyword arguments, as Python does for functions that list theirs."""
+    for name in options:
+        if name not in DatasetOptions.__annotations__:
+            text = settings.unknown_name("keyword argument", name, DatasetOptions.__annotations__)
+            raise TypeError(f"from_arrays: {text}")
+
+
 def _clients(options: DatasetOptions) -> dict[str, Any]:
     """Convert the users, or the examples of each client, if they are given."""
     fields: dict[str, Any] = {}
-    if (users := options.get("users")) is not None:
-        fields["users"] = _number_users(users)
+    users = options.get("users")
+    if users is not None:
+        fields |= _number_users(users, options.get("test_users"))
     if (indices := options.get("indices")) is not None:
         fields["indices"] = tuple(_to_integers("indices", _to_array(part)) for part in indices)
+    elif options.get("test_users") is not None and users is None:
+        raise DataError(
+            "test_users is given without users: give the user of each training example too."
+        )
     return fields
 
 
@@ -327,7 +374,9 @@ def _normalization(inputs: Tensor, options: DatasetOptions) -> dict[str, tuple[f
 
 
 def from_torch(
-    train: TorchDataset[Any], test: TorchDataset[Any], **options: Unpack[DatasetOptions]
+    train: TorchDataset[Any],
+    test: TorchDataset[Any] | None = None,
+    **options: Unpack[DatasetOptions],
 ) -> Dataset:
     """Make a data set from torch data sets of (x, y) pairs, which are read once.
 
@@ -336,7 +385,7 @@ def from_torch(
 
     Args:
         train: Training examples, with a length or iterable.
-        test: Test examples, with a length or iterable.
+        test: Test examples, with a length or iterable; without it, the test set is empty.
         **options: Keyword arguments of `from_arrays`.
 
     Returns:
@@ -345,7 +394,11 @@ def from_torch(
     Raises:
         DataError: If a data set is empty, or its examples differ in shape or type.
     """
-    return from_arrays(*_read_pairs("train", train), *_read_pairs("test", test), **options)
+    train_x, train_y = _read_pairs("train", train)
+    if test is None:
+        return from_arrays(train_x, train_y, **options)
+    test_x, test_y = _read_pairs("test", test)
+    return from_arrays(train_x, train_y, test_x, test_y, **options)
 
 
 def _read_pairs(split: str, source: TorchDataset[Any]) -> tuple[Values, Values]:
@@ -516,15 +569,28 @@ def _infer_classes(train_y: Tensor, test_y: Tensor) -> list[str]:
     return [str(label) for label in range(largest + 1)]
 
 
-def _number_users(users: Any) -> Tensor:
-    values = users.tolist() if isinstance(users, Tensor | np.ndarray) else list(users)
+def _number_users(users: Any, test_users: Any = None) -> dict[str, Any]:
+    """Number the users of both splits in sorted order, and keep their names."""
+    splits = {"users": _to_list(users)}
+    if test_users is not None:
+        splits["test_users"] = _to_list(test_users)
     try:
-        index_of = {user: index for index, user in enumerate(sorted(set(values)))}
+        ordered = sorted({user for values in splits.values() for user in values})
     except TypeError as error:
         raise DataError(
             f"users cannot be put in order ({error}): give all as strings, or all as integers"
         ) from error
-    return torch.tensor([index_of[user] for user in values], dtype=torch.int64)
+    index_of = {user: index for index, user in enumerate(ordered)}
+    fields: dict[str, Any] = {
+        name: torch.tensor([index_of[user] for user in values], dtype=torch.int64)
+        for name, values in splits.items()
+    }
+    fields["user_names"] = tuple(map(str, ordered))
+    return fields
+
+
+def _to_list(values: Any) -> list[Any]:
+    return values.tolist() if isinstance(values, Tensor | np.ndarray) else list(values)
 
 
 def channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -89,6 +89,7 @@ def from_folder(
         labels[1],
         classes=list(classes),
         users=None if users is None else [users(file) for file, _ in splits[0]],
+        test_users=None if users is None else [users(file) for file, _ in splits[1]],
         **options,
     )
 

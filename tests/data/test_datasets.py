@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from torch.utils.data import TensorDataset
 
 from fedcog.data import formats
 from fedcog.data.datasets import DataError, Dataset, from_arrays, from_torch
@@ -52,6 +53,40 @@ def dataset_arguments(**changes: Any) -> dict[str, Any]:
 # The data set itself
 
 
+def test_test_set_may_be_empty() -> None:
+    pixels = np.arange(24, dtype=np.uint8).reshape(6, 2, 2)
+    data = from_arrays(pixels, ["cat", "ant", "cat", "ant", "cat", "bee"])
+    assert data.test_x.shape == (0, 1, 2, 2) and data.test_x.dtype == torch.uint8
+    assert data.test_y.shape == (0,) and data.test_y.dtype == torch.int64
+    assert data.classes == ("ant", "bee", "cat") and data.train_y.tolist() == [2, 0, 2, 0, 2, 1]
+    assert data.fingerprint != from_arrays(pixels, list("aababc")).fingerprint
+    rows = from_arrays(torch.rand(3, 2), [{"a"}, {"a", "b"}, set()])
+    assert rows.test_y.shape == (0, 2) and rows.test_y.dtype == torch.bool
+    pairs = TensorDataset(torch.rand(4, 3), torch.tensor([0, 1, 0, 1]))
+    assert from_torch(pairs).test_x.shape == (0, 3)
+    with pytest.raises(DataError, match="test_x is given without test_y: give both, or neither"):
+        from_arrays(torch.rand(3, 2), [0, 1, 0], torch.rand(1, 2))
+
+
+def test_users_keep_their_names_in_both_splits() -> None:
+    x = torch.rand(4, 2)
+    data = from_arrays(
+        x, [0, 1, 0, 1], x[:2], [0, 1], users=[30, 7, 30, 7], test_users=np.array([7, 100])
+    )
+    assert data.user_names == ("7", "30", "100")
+    assert data.users is not None and data.users.tolist() == [1, 0, 1, 0]
+    assert data.test_users is not None and data.test_users.tolist() == [0, 2]
+    other = from_arrays(x, [0, 1, 0, 1], x[:2], [0, 1], users=[30, 7, 30, 7], test_users=[100, 7])
+    assert other.fingerprint != data.fingerprint
+    with pytest.raises(DataError, match="test_users is given without users"):
+        from_arrays(x, [0, 1, 0, 1], x[:2], [0, 1], test_users=[7, 7])
+
+
+def test_unknown_keyword_is_refused_with_a_suggestion() -> None:
+    with pytest.raises(TypeError, match="unknown keyword argument 'user': did you mean users"):
+        from_arrays(torch.rand(2, 2), [0, 1], user=[0, 1])  # type: ignore[call-arg]
+
+
 def test_dataset_has_input_shape() -> None:
     assert Dataset(**dataset_arguments()).input_shape == (1, 2, 2)
 
@@ -66,7 +101,8 @@ def test_dataset_has_input_shape() -> None:
         ({"train_y": torch.tensor([0, 1, 0, 1], dtype=torch.int32)}, "labels are int64"),
         ({"test_x": torch.zeros(2, 1, 2, 3, dtype=torch.uint8)}, "give both the same shape"),
         ({"test_x": torch.zeros(2, 1, 2, 2)}, "the same type"),
-        ({"test_x": torch.zeros(0, 1, 2, 2, dtype=torch.uint8)}, "give at least one example"),
+        ({"test_x": torch.zeros(0, 1, 2, 2, dtype=torch.uint8)}, "give one label per example"),
+        ({"train_x": torch.zeros(0, 1, 2, 2, dtype=torch.uint8)}, "give at least one example"),
         ({"mean": ()}, "mean is ()"),
         ({"mean": (float("nan"),)}, "finite"),
         ({"std": (0.0,)}, "above 0"),
@@ -78,6 +114,12 @@ def test_dataset_has_input_shape() -> None:
         ({"train_x": torch.zeros(4, 3)}, "leave both empty"),
         ({"users": torch.tensor([0, 1])}, "users has 2 entries"),
         ({"users": torch.tensor([0, 1, 2, -1])}, "number the users from 0"),
+        ({"test_users": torch.tensor([0, 1])}, "test_users is given without users"),
+        (
+            {"users": torch.tensor([0, 1, 2, 0]), "test_users": torch.tensor([0])},
+            "test_users has 1 entries: give one for each of 2 test examples",
+        ),
+        ({"users": torch.tensor([0, 1, 2, 0]), "user_names": ("a", "b")}, "name every user"),
         ({"indices": ()}, "indices is empty"),
         (
             {"indices": (torch.tensor([0]), torch.tensor([], dtype=torch.int64))},

@@ -7,6 +7,7 @@ from typing import Any, TypedDict, Unpack, get_type_hints
 
 from torch import nn
 
+from fedcog.core.metrics import MetricFunctions
 from fedcog.data import Dataset
 from fedcog.federation import torchrun
 from fedcog.models.initialization import Network
@@ -71,13 +72,16 @@ class SweepKeywords(LoopKeywords, SearchOptions, total=False):
 
 
 class CompareKeywords(LoopKeywords, total=False):
-    """Keyword arguments of `compare`: those of `LoopKeywords` and trackers.
+    """Keyword arguments of `compare`: those of `LoopKeywords`, trackers and metrics.
 
     Attributes:
         track: A tracker or several: "tensorboard", "mlflow", "wandb", or a `Tracker` object.
+        metrics: Metrics of your own by name: functions of logits `(N, C)` and labels `(N,)` that
+            return one number. They are recorded after every evaluated round.
     """
 
     track: str | Tracker | Sequence[str | Tracker]
+    metrics: MetricFunctions
 
 
 class RunKeywords(CompareKeywords, total=False):
@@ -106,8 +110,9 @@ def run(
             run in the directory after its last checkpoint; a finished one is only read. `report`:
             write report.html (default). `callbacks`: functions of (experiment, line), called after
             every round. `should_stop`: asked after every round; if true, the run stops with
-            `Interrupted`. `track`: trackers, which change no result. `command`: the command line to
-            record.
+            `Interrupted`. `track`: trackers, which change no result. `metrics`: functions of
+            logits and labels by name, recorded after every evaluated round. `command`: the command
+            line to record.
 
     Returns:
         The recorded run.
@@ -128,7 +133,7 @@ def run(
         ```
     """
     _check_keywords("run", keywords, RunKeywords)
-    objects = _objects(keywords)
+    objects = _with_metrics(_objects(keywords), keywords)
     options = _options(keywords)._replace(
         resume=keywords.get("resume", False), trackers=_trackers(keywords)
     )
@@ -160,8 +165,9 @@ def compare(
         experiments: The experiments; their seeds are ignored.
         seeds: The seeds.
         out: Folder of the comparison.
-        **keywords: `data`, `model`, `generator`, `callbacks`, `should_stop`, `track`, `command`:
-            see `run`. With several seeds, `model` is a class or a function, not an instance.
+        **keywords: `data`, `model`, `generator`, `callbacks`, `should_stop`, `track`, `metrics`,
+            `command`: see `run`. With several seeds, `model` is a class or a function, not an
+            instance.
 
     Returns:
         All runs.
@@ -181,7 +187,8 @@ def compare(
     """
     _check_keywords("compare", keywords, CompareKeywords)
     options = _options(keywords)._replace(trackers=_trackers(keywords))
-    runs = run_comparison(experiments, seeds, out, _objects(keywords), options)
+    objects = _with_metrics(_objects(keywords), keywords)
+    runs = run_comparison(experiments, seeds, out, objects, options)
     write_report([one.path for one in runs], Path(out))
     return runs
 
@@ -284,6 +291,10 @@ def write_report(paths: Sequence[Path], out: Path) -> Path:
 
 def _objects(keywords: ObjectKeywords) -> UserObjects:
     return UserObjects(keywords.get("data"), keywords.get("model"), keywords.get("generator"))
+
+
+def _with_metrics(objects: UserObjects, keywords: CompareKeywords) -> UserObjects:
+    return objects._replace(metrics=dict(keywords.get("metrics", {})))
 
 
 def _options(keywords: LoopKeywords) -> RunOptions:

@@ -127,6 +127,17 @@ class Task(Protocol):
             Integer counts by class.
         """
 
+    def example_stats(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return each example's part of the class statistics, `(B, ..., C)`.
+
+        Args:
+            logits: `(B, C)`.
+            labels: As for `loss`.
+
+        Returns:
+            Integer counts whose sum over examples is `class_stats`.
+        """
+
     def max_class_stats(self, class_counts: Tensor, num_examples: int) -> Tensor:
         """Return the largest class statistics that a data set allows.
 
@@ -245,8 +256,16 @@ class SingleLabel:
         Returns:
             `(C,)`.
         """
+        return self.example_stats(logits, labels).sum(0)
+
+    def example_stats(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Mark the label of each example that is predicted correctly.
+
+        Returns:
+            `(B, C)`.
+        """
         one_hot = F.one_hot(labels, self.num_classes)
-        return (one_hot * (self.decide(logits) == labels)[:, None]).sum(0)
+        return one_hot * (self.decide(logits) == labels)[:, None]
 
     def max_class_stats(self, class_counts: Tensor, num_examples: int) -> Tensor:
         """Return the counts that all-correct predictions would have.
@@ -359,6 +378,15 @@ class MultiLabel:
         """
         predicted = self.decide(logits)
         return torch.stack([(predicted & labels).sum(0), predicted.sum(0)])
+
+    def example_stats(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Mark the true positives and the predicted positives of each example.
+
+        Returns:
+            `(B, 2, C)`.
+        """
+        predicted = self.decide(logits)
+        return torch.stack([predicted & labels, predicted], dim=1).long()
 
     def max_class_stats(self, class_counts: Tensor, num_examples: int) -> Tensor:
         """Return the largest true and predicted positives.

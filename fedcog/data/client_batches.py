@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fedcog.core import rng
 from fedcog.data.datasets import Dataset
+from fedcog.data.local_tests import LocalTests
 from fedcog.models.ops import augmentation
 
 MAX_INPUT_BYTES = 2**30
@@ -45,6 +46,7 @@ class FederatedData:
         test_y: Test labels.
         validation: Positions of the training examples that are held out for validation.
         sizes: Number of training examples per client, in host memory.
+        local_tests: The clients' own test examples, if they have any.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class FederatedData:
         augment: bool = False,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
+        local_tests: LocalTests | None = None,
     ) -> None:
         """Move a data set to a device and split off the validation examples.
 
@@ -68,6 +71,7 @@ class FederatedData:
             augment: Whether to crop and flip training images at random.
             device: Where batches are made; the CPU by default.
             dtype: Floating type of inputs.
+            local_tests: The clients' own test examples.
         """
         self.device = device or torch.device("cpu")
         self.dtype = dtype
@@ -80,6 +84,9 @@ class FederatedData:
         self.train_y = dataset.train_y.to(self.device)
         self.test_x = dataset.test_x.to(input_device)
         self.test_y = dataset.test_y.to(self.device)
+        self.local_tests = None
+        if local_tests is not None:
+            self.local_tests = local_tests.to(input_device, self.device)
         splits = [
             _split_validation(client_indices, validation, seed, client)
             for client, client_indices in enumerate(indices)

@@ -58,19 +58,52 @@ def apply_shift(
         )
     x = dataset.train_x.clone()
     y = dataset.train_y.clone()
-    scale = 255.0 if is_image else float(x.max() - x.min()) or 1.0
+    scale = _scale(dataset)
     num_classes = len(dataset.classes)
     for client, indices in enumerate(client_indices):
         generator = _generator(seed, client)
         if shift != "none":
-            inputs = (x[indices].float() if is_image else x[indices]) / scale
-            shifted = SHIFTS[shift](inputs, strength, generator) * scale
-            x[indices] = (shifted.round().clamp(0, 255) if is_image else shifted).to(x.dtype)
+            x[indices] = _shift(x[indices], shift, strength, scale, generator)
         if label_noise:
             is_wrong = torch.from_numpy(generator.random(len(indices)) < label_noise)
             offsets = torch.from_numpy(generator.integers(1, num_classes, len(indices)))
             y[indices] = torch.where(is_wrong, (y[indices] + offsets) % num_classes, y[indices])
     return dataclasses.replace(dataset, train_x=x, train_y=y, digest="")
+
+
+def shift_inputs(
+    dataset: Dataset, x: Tensor, client: int, shift: Shift, strength: float, seed: int
+) -> Tensor:
+    """Change further inputs of a client as `apply_shift` changes its training inputs.
+
+    Args:
+        dataset: The data set, before the shift.
+        x: Stored inputs `(N, ...)`.
+        client: The client.
+        shift: How inputs change.
+        strength: Strength of the shift, from 0 to 1.
+        seed: The seed.
+
+    Returns:
+        Inputs of the same shape and dtype. Angle, noise level and color factors are the client's.
+    """
+    if shift == "none" or not len(x):
+        return x
+    return _shift(x, shift, strength, _scale(dataset), _generator(seed, client))
+
+
+def _scale(dataset: Dataset) -> float:
+    """Return the range of inputs."""
+    x = dataset.train_x
+    return 255.0 if x.dtype == torch.uint8 else float(x.max() - x.min()) or 1.0
+
+
+def _shift(x: Tensor, shift: Shift, strength: float, scale: float, generator: Generator) -> Tensor:
+    """Shift stored inputs of one client."""
+    is_image = x.dtype == torch.uint8
+    inputs = (x.float() if is_image else x) / scale
+    shifted = SHIFTS[shift](inputs, strength, generator) * scale
+    return (shifted.round().clamp(0, 255) if is_image else shifted).to(x.dtype)
 
 
 def rotate(x: Tensor, strength: float, generator: Generator) -> Tensor:

@@ -330,6 +330,42 @@ class Cohort:
             lambda value: torch.empty(value.shape, dtype=value.dtype, device="meta"), payload
         )
 
+    @torch.no_grad()
+    def personal_stats(self, spec: RoundSpec, clients: CohortClients) -> Tensor:
+        """Evaluate the models that clients would use now on their own test examples.
+
+        A client's model is what it would start its next round from, without training.
+
+        Args:
+            spec: The round, with the newest broadcast.
+            clients: The clients, with their states.
+
+        Returns:
+            Class statistics `(K, ..., C)`.
+        """
+        broadcast = self.unpack(spec.algorithm, spec.broadcast)
+        client_ids = clients.client_ids
+        if self.config.mapping == "loop":
+            stats = []
+            for row in range(len(client_ids)):
+                weights = self._personal_models(spec, broadcast, clients.single(row))
+                stats.append(self.evaluator.own_stats(weights, client_ids[row : row + 1]))
+            return torch.stack(stats)
+        with self._training_at_once():
+            weights = self._personal_models(spec, broadcast, clients)
+            return self.evaluator.own_stats(weights, client_ids, vmap_clients)
+
+    def _personal_models(self, spec: RoundSpec, broadcast: State, clients: CohortClients) -> Params:
+        """Return the weights that clients would use now."""
+        training = self.local_training(spec.algorithm)
+        device = self.data.device
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        lr = torch.zeros((), dtype=self.data.dtype, device=device)
+        clients = clients._replace(
+            client_ids=clients.client_ids.to(device), num_steps=clients.num_steps.to(device)
+        )
+        return training.current_models(RoundInputs(clients, broadcast, lr, zero + spec.round), zero)
+
     def chunk_size(self, num_clients: int) -> int:
         """Return how many of `num_clients` clients train at once: all, if memory suffices."""
         if self.max_clients is None:

@@ -369,6 +369,24 @@ class LocalTraining(NamedTuple):
         loss = torch.zeros_like(inputs.clients.weight)
         return TrainingState(params, buffers, loss, optimizer.first, optimizer.second, step)
 
+    def current_models(self, inputs: RoundInputs, step: Tensor) -> Params:
+        """Return the weights that the clients would use before they train.
+
+        Args:
+            inputs: Inputs of the round.
+            step: Zero, a 0-d tensor.
+
+        Returns:
+            Parameters and buffers with a client axis.
+        """
+
+        def _model(client: CohortClients, inputs: RoundInputs, buffers: Params) -> Params:
+            context = self.context(client, inputs, buffers, step)
+            return self.algorithm.client_model(self.algorithm.start_params(context), context)
+
+        models: Params = self.over_clients(_model, inputs, self.start_buffers(inputs, step))
+        return models
+
     def train_step(self, state: State, fixed: State) -> State:
         """Take one local step with all clients.
 

@@ -6,7 +6,7 @@ processes, Flower on remote nodes. All have the same signature.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -149,6 +149,35 @@ class RoundResult:
     traffic: dict[int, Traffic] = field(default_factory=dict)
 
 
+class ClientEvaluation(NamedTuple):
+    """How models do on the clients' own test examples.
+
+    Rows are clients. With secure aggregation only sums are known: then there is a single row for
+    all of them, and `score_sums`.
+
+    Attributes:
+        client_ids: Clients that were evaluated, in ascending order.
+        class_counts: Test examples of each class, `(K, C)`.
+        num_examples: Number of test examples, `(K,)`.
+        class_stats: Class statistics by model: `"global"` and, if clients have models of their own,
+            `"personal"`; `(K, ..., C)`.
+        calibration: Calibration statistics of the global model, `(K, 3, bins)`, if asked for.
+        values: The user's metrics of the global model by name, `(K,)`.
+        score_sums: Sum of the clients' scores and of their squares by model, if only sums are
+            known.
+        num_summed: Number of clients with test examples in these sums.
+    """
+
+    client_ids: list[int]
+    class_counts: Tensor
+    num_examples: Tensor
+    class_stats: Params
+    calibration: Tensor | None = None
+    values: Params | None = None
+    score_sums: dict[str, tuple[float, float]] | None = None
+    num_summed: int = 0
+
+
 class Backend(Protocol):
     """Trains the clients of a round."""
 
@@ -189,6 +218,20 @@ class Backend(Protocol):
             One loss per client.
         """
 
+    def evaluate_clients(
+        self, algorithm: Algorithm, server: State, round: int
+    ) -> ClientEvaluation | None:
+        """Evaluate the global model, and personal ones, on every client's own test examples.
+
+        Args:
+            algorithm: The algorithm.
+            server: The server state after the round.
+            round: Current round, from 0.
+
+        Returns:
+            Statistics of all clients that can be reached; None if there are too few.
+        """
+
 
 class Scorer(Protocol):
     """Evaluates the server's model."""
@@ -202,6 +245,9 @@ class Scorer(Protocol):
 
     def scores(self, class_stats: Params) -> dict[str, float]:
         """Compute scores by name from class statistics in host memory."""
+
+    def client_scores(self, evaluation: ClientEvaluation) -> dict[str, Any]:
+        """Summarize how models do on the clients' own test examples."""
 
     def local_scores(
         self, class_stats: Tensor, stats_before: Tensor, class_counts: Tensor

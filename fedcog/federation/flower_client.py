@@ -6,21 +6,29 @@ from typing import Any
 from fedcog.federation.flower_messages import (  # first: it configures Flower before its import
     ANSWER_RECORD,
     BROADCAST_RECORD,
+    COUNT_BOUNDS,
     EVALUATE_KEY,
+    EVALUATE_ONLY_KEY,
+    MAX_TEST_EXAMPLES,
+    MODEL_RECORD,
     REQUEST_RECORD,
     NodeSetup,
     answer_state,
+    evaluation_state,
     from_array_record,
+    masked_counts,
     to_array_record,
 )
 
 # isort: split
+import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
 from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS
 from flwr.compat.common.recorddict_compat import fitres_to_recorddict
+from torch import Tensor
 
 from fedcog.core.tree import State
 from fedcog.engine.aggregation import InvalidPayload, match_template
@@ -28,6 +36,7 @@ from fedcog.engine.cohort import RoundSpec
 from fedcog.engine.cohort_results import CohortResult
 from fedcog.engine.privacy import Privacy
 from fedcog.federation import secure_aggregation
+from fedcog.federation.backend import ClientEvaluation
 from fedcog.federation.node_state import NodeState
 
 __all__ = ["ClientApp", "Context", "client_app"]
@@ -52,6 +61,15 @@ def client_app(set_up: SetUp) -> ClientApp:
         partition = ConfigRecord({"partition-id": int(context.node_config["partition-id"])})
         return Message(RecordDict({"node": partition}), reply_to=message)
 
+    @app.evaluate()
+    def _evaluate(message: Message, context: Context) -> Message:
+        setup = set_up(context)
+        if setup.secure_scale:
+            raise InvalidPayload("this node evaluates only if its counts are masked.")
+        answer = evaluation_state(_evaluate_models(message, context, setup))
+        reply = RecordDict({ANSWER_RECORD: to_array_record(answer)})
+        return Message(reply, reply_to=message)
+
     @app.train()
     def _train(message: Message, context: Context) -> Message:
         setup = set_up(context)
@@ -60,15 +78,13 @@ def client_app(set_up: SetUp) -> ClientApp:
             raise InvalidPayload(
                 "the server and this node do not agree on whether payloads are masked."
             )
+        if message.content.config_records[REQUEST_RECORD].get(EVALUATE_ONLY_KEY):
+            evaluation = _evaluate_models(message, context, setup)
+            return Message(_masked_evaluation(evaluation, setup), reply_to=message)
         client_id = int(context.node_config["partition-id"])
         spec = _read_spec(message, setup)
-        run = str(message.content.config_records[REQUEST_RECORD]["run"])
         privacy = simulator.cohort.privacy
-        node_state = NodeState(
-            context.node_config.get("state-dir"), run, client_id, _answers_once(privacy)
-        )
-        if "kept" in context.state:
-            node_state.restore(from_array_record(context.state.array_records["kept"]))
+        node_state = _node_state(message, context, privacy)
         new_state = simulator.new_client_state(spec.algorithm, spec.broadcast, client_id)
         before = node_state.before_round(spec.round, new_state)
         result, after = simulator.train_client(spec, client_id, before)
@@ -82,6 +98,56 @@ def client_app(set_up: SetUp) -> ClientApp:
         return Message(reply, reply_to=message)
 
     return app
+
+
+def _node_state(message: Message, context: Context, privacy: Privacy | None) -> NodeState:
+    """Return what this node keeps of its client."""
+    run = str(message.content.config_records[REQUEST_RECORD]["run"])
+    client_id = int(context.node_config["partition-id"])
+    node_state = NodeState(
+        context.node_config.get("state-dir"), run, client_id, _answers_once(privacy)
+    )
+    if "kept" in context.state:
+        node_state.restore(from_array_record(context.state.array_records["kept"]))
+    return node_state
+
+
+def _evaluate_models(message: Message, context: Context, setup: NodeSetup) -> ClientEvaluation:
+    """Evaluate the global model, and this client's own, on this node's test examples."""
+    simulator = setup.simulator
+    privacy = simulator.cohort.privacy
+    tests = simulator.cohort.data.local_tests
+    client_id = int(context.node_config["partition-id"])
+    if privacy is not None or tests is None:
+        raise InvalidPayload(
+            "this node has no test examples of its own, or keeps private how models do on them: "
+            "server and nodes need the same --local-test, and no --privacy."
+        )
+    if int(tests.sizes[client_id]) > MAX_TEST_EXAMPLES:
+        raise InvalidPayload(f"this node has over {MAX_TEST_EXAMPLES:,} test examples: use fewer.")
+    spec = _read_spec(message, setup)
+    template = setup.algorithm.server_model(simulator.init_server(setup.algorithm))
+    received = from_array_record(message.content.array_records[MODEL_RECORD])
+    weights = match_template(template, received)
+    new_state = simulator.new_client_state(spec.algorithm, spec.broadcast, client_id)
+    state = _node_state(message, context, privacy).before_round(spec.round + 1, new_state)
+    simulator.client_states.put([client_id], [state], [True])
+    return simulator.evaluate_models(
+        spec.algorithm, weights, spec.broadcast, spec.round, [client_id]
+    )
+
+
+def _masked_evaluation(evaluation: ClientEvaluation, setup: NodeSetup) -> RecordDict:
+    """Encode counts and scores for secure aggregation; Flower masks them."""
+    payload = masked_counts(evaluation, setup.simulator.cohort.task)
+    vector = secure_aggregation.to_vector(payload, torch.zeros(()), COUNT_BOUNDS, 1.0)
+    return _to_masked_record(vector)
+
+
+def _to_masked_record(vector: Tensor) -> RecordDict:
+    """Return a vector in the form that Flower masks."""
+    fit_result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([vector.numpy()]), 1, {})
+    return fitres_to_recorddict(fit_result, keep_input=True)
 
 
 def _read_spec(message: Message, setup: NodeSetup) -> RoundSpec:
@@ -117,8 +183,7 @@ def _masked_reply(result: CohortResult, setup: NodeSetup) -> RecordDict:
     vector = secure_aggregation.to_vector(
         result.total, loss, setup.algorithm.payload_bounds, setup.secure_scale
     )
-    fit_result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([vector.numpy()]), 1, {})
-    return fitres_to_recorddict(fit_result, keep_input=True)
+    return _to_masked_record(vector)
 
 
 def _secagg_mod(

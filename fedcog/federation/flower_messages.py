@@ -24,6 +24,7 @@ from flwr.serverapp import Grid
 
 from fedcog.algorithms import Algorithm
 from fedcog.core import tree
+from fedcog.core.tasks import Task
 from fedcog.core.timing import Timings
 from fedcog.core.tree import Params, State
 from fedcog.engine.aggregation import (
@@ -34,12 +35,15 @@ from fedcog.engine.aggregation import (
     read_array,
 )
 from fedcog.engine.cohort_results import CohortResult
+from fedcog.federation.backend import ClientEvaluation
 from fedcog.federation.simulator import Simulator
 
 QUERY = "query"
 """Message type that asks a node which partition it holds."""
 TRAIN = "train"
 """Message type that asks a node to train."""
+EVALUATE = "evaluate"
+"""Message type that asks a node to evaluate models on its own test examples."""
 BROADCAST_RECORD = "shared"
 """Name of the record with the broadcast. Names on the wire are frozen: recorded traffic has them.
 """
@@ -51,6 +55,12 @@ EVALUATE_KEY = "score"
 """Key of the request that says whether to evaluate the local model."""
 CLASS_STATS_KEY = "hits"
 """Key of the class statistics in an answer."""
+MODEL_RECORD = "model"
+"""Name of the record with the weights to evaluate."""
+EVALUATE_ONLY_KEY = "evaluate-only"
+"""Key of a masked request that asks for an evaluation instead of training."""
+MAX_TEST_EXAMPLES = 2**16
+"""Most test examples of a node: masked counts must have a bound."""
 MAX_EXTRA_BYTES = 2**16
 """Bytes that an answer may have beyond its tensors, for names and headers."""
 MAX_REASON_LENGTH = 500
@@ -224,6 +234,120 @@ def answer_result(answer: State) -> CohortResult:
         update_finite=finite,
         state_finite=finite,
     )
+
+
+def evaluation_state(evaluation: ClientEvaluation) -> State:
+    """Select what a client sends of its evaluation; rows of one client, without the client axis."""
+    answer: State = {
+        "class_counts": evaluation.class_counts[0],
+        "num_examples": evaluation.num_examples[0],
+        "class_stats": {name: stats[0] for name, stats in evaluation.class_stats.items()},
+    }
+    if evaluation.calibration is not None:
+        answer["calibration"] = evaluation.calibration[0]
+    return answer
+
+
+COUNT_BOUNDS = {
+    "class_counts": float(MAX_TEST_EXAMPLES),
+    "num_examples": float(MAX_TEST_EXAMPLES),
+    "class_stats": float(MAX_TEST_EXAMPLES),
+    "calibration": float(MAX_TEST_EXAMPLES),
+    "scores": 1.0,
+    "squares": 1.0,
+    "count": 1.0,
+}
+"""Bounds of the parts of a masked evaluation."""
+
+
+def masked_counts(evaluation: ClientEvaluation, task: Task) -> State:
+    """Return what a client adds to the masked sum of an evaluation.
+
+    Args:
+        evaluation: The evaluation of one client.
+        task: Computes its scores.
+
+    Returns:
+        Counts, its scores and their squares by model, and 1 as the number of clients. All are 0
+        for a client without test examples.
+    """
+    payload = evaluation_state(evaluation)
+    has_tests = int(payload["num_examples"]) > 0
+    scores = {}
+    for name, stats in payload["class_stats"].items():
+        score = task.score(stats, payload["class_counts"]) if has_tests else 0.0
+        scores[name] = torch.tensor(score, dtype=torch.float64)
+    payload["scores"] = scores
+    payload["squares"] = {name: score**2 for name, score in scores.items()}
+    payload["count"] = torch.tensor(float(has_tests), dtype=torch.float64)
+    return payload
+
+
+def summed_evaluation(total: State, client_ids: list[int]) -> ClientEvaluation:
+    """Convert a sum of `masked_counts` to an evaluation with a single row.
+
+    Args:
+        total: The sum, in which masking has rounded counts.
+        client_ids: The clients in the sum.
+
+    Returns:
+        The evaluation.
+    """
+    counts = {name: total[name] for name in ("class_counts", "num_examples", "class_stats")}
+    counts = tree.apply(lambda value: value.round().long()[None], counts)
+    calibration = total.get("calibration")
+    return ClientEvaluation(
+        client_ids=client_ids,
+        class_counts=counts["class_counts"],
+        num_examples=counts["num_examples"],
+        class_stats=counts["class_stats"],
+        calibration=None if calibration is None else calibration[None],
+        score_sums={
+            name: (float(score), float(total["squares"][name]))
+            for name, score in total["scores"].items()
+        },
+        num_summed=int(total["count"].round()),
+    )
+
+
+def read_evaluation(reply: Message, template: State, task: Task) -> State:
+    """Check a node's evaluation and return it.
+
+    Args:
+        reply: The reply.
+        template: The expected answer.
+        task: Knows which statistics are possible.
+
+    Returns:
+        The answer, nested like the template.
+
+    Raises:
+        InvalidPayload: If the node failed, or its numbers cannot be those of an evaluation.
+    """
+    if reply.has_error():
+        raise InvalidPayload(failure_reason(reply))
+    record = reply.content.get(ANSWER_RECORD)
+    if not isinstance(record, ArrayRecord) or record.count_bytes() > MAX_EXTRA_BYTES + sum(
+        value.numel() * value.element_size() for value in tree.flatten(template).values()
+    ):
+        raise InvalidPayload("the reply holds no evaluation, or one that is too large.")
+    answer = match_template(template, from_array_record(record))
+    counts = answer["class_counts"]
+    number = int(answer["num_examples"])
+    limits = task.max_class_stats(counts, number)
+    is_valid = (
+        0 <= number <= MAX_TEST_EXAMPLES
+        and bool(((counts >= 0) & (counts <= number)).all())
+        and (task.multi_label or int(counts.sum()) == number)
+        and all(
+            bool(((stats >= 0) & (stats <= limits)).all())
+            for stats in answer["class_stats"].values()
+        )
+        and is_finite(answer)
+    )
+    if not is_valid:
+        raise InvalidPayload("the reply has counts that no evaluation can have.")
+    return answer
 
 
 def num_bytes(content: RecordDict) -> int:

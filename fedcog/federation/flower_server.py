@@ -16,14 +16,22 @@ from typing import Any, cast
 from fedcog.federation.flower_messages import (  # first: it configures Flower before its import
     BROADCAST_RECORD,
     CLASS_STATS_KEY,
+    COUNT_BOUNDS,
+    EVALUATE,
     EVALUATE_KEY,
+    EVALUATE_ONLY_KEY,
+    MODEL_RECORD,
     QUERY,
     REQUEST_RECORD,
     TRAIN,
     NodeSetup,
     TrafficMeter,
     answer_result,
+    evaluation_state,
+    masked_counts,
     read_answer,
+    read_evaluation,
+    summed_evaluation,
     to_array_record,
 )
 
@@ -38,14 +46,23 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedcog.algorithms import Algorithm
 from fedcog.core import tree
+from fedcog.core.metrics import NUM_CALIBRATION_BINS
 from fedcog.core.timing import Timings
 from fedcog.core.tree import Params, State
 from fedcog.engine.aggregation import InvalidPayload, NotFinite, add_totals
 from fedcog.engine.cohort_results import join_single_clients
 from fedcog.federation import secure_aggregation
-from fedcog.federation.backend import Diverged, NoAnswer, RoundRequest, RoundResult, Traffic
+from fedcog.federation.backend import (
+    ClientEvaluation,
+    Diverged,
+    NoAnswer,
+    RoundRequest,
+    RoundResult,
+    Traffic,
+)
 from fedcog.federation.client_sampling import LossOver
 from fedcog.federation.flower_client import client_app
+from fedcog.federation.simulator import is_personalized
 
 __all__ = ["FlowerBackend", "SecAggRound", "ServerApp", "server_app", "simulate"]
 
@@ -178,6 +195,122 @@ class FlowerBackend:
             NotImplementedError: Always.
         """
         raise NotImplementedError("Flower nodes do not report losses of the global model.")
+
+    def evaluate_clients(
+        self, algorithm: Algorithm, server: State, round: int
+    ) -> ClientEvaluation | None:
+        """Ask all connected nodes how models do on their own test examples.
+
+        Args:
+            algorithm: The algorithm.
+            server: The server state after the round.
+            round: Current round, from 0.
+
+        Returns:
+            Statistics of the nodes that answered, or their sum; None if too few did.
+        """
+        config = {
+            "round": round,
+            "lr": 0.0,
+            EVALUATE_KEY: False,
+            EVALUATE_ONLY_KEY: True,
+            "run": self._run,
+            "shape": list(self._setup.simulator.cohort.model.input_shape),
+        }
+        content = {
+            BROADCAST_RECORD: to_array_record(algorithm.broadcast(server)),
+            MODEL_RECORD: to_array_record(algorithm.server_model(server)),
+            REQUEST_RECORD: ConfigRecord(cast(Any, config)),
+        }
+        nodes = self._connected_nodes(list(range(self._setup.simulator.cohort.data.num_clients)))
+        collect = self._collect_masked_counts if self._setup.secure_scale else self._collect_counts
+        try:
+            evaluation, refused = collect(content, nodes, round)
+        except NoAnswer as error:
+            warnings.warn(f"round {round + 1} is not evaluated at clients: {error}", stacklevel=2)
+            return None
+        for client_id, reason in sorted(refused.items()):
+            warnings.warn(
+                f"round {round + 1} is evaluated without client {client_id}: {reason}", stacklevel=2
+            )
+        return evaluation
+
+    def _evaluation_template(self) -> ClientEvaluation:
+        """Return an evaluation of one client with the expected shapes and dtypes."""
+        simulator = self._setup.simulator
+        task = simulator.cohort.task
+        stats = torch.zeros_like(simulator.max_class_stats)[None]
+        models = ["global", *(["personal"] if is_personalized(self._setup.algorithm) else [])]
+        calibration = None
+        if simulator.metrics.has_calibration:
+            calibration = torch.zeros(1, 3, NUM_CALIBRATION_BINS, dtype=torch.float64)
+        return ClientEvaluation(
+            client_ids=[0],
+            class_counts=torch.zeros(1, task.num_classes, dtype=torch.int64),
+            num_examples=torch.zeros(1, dtype=torch.int64),
+            class_stats=dict.fromkeys(models, stats),
+            calibration=calibration,
+        )
+
+    def _collect_counts(
+        self, content: Messages, nodes: dict[int, int], round: int
+    ) -> tuple[ClientEvaluation, dict[int, str]]:
+        """Ask nodes for evaluations in clear; return them, and why others were refused."""
+        template = evaluation_state(self._evaluation_template())
+        task = self._setup.simulator.cohort.task
+        meter = TrafficMeter(self._grid)
+        messages = [
+            Message(RecordDict(content), dst_node_id=node, message_type=EVALUATE)
+            for node in nodes.values()
+        ]
+        client_of = {node: client_id for client_id, node in nodes.items()}
+        refused = dict.fromkeys(nodes, NO_REPLY)
+        answers: dict[int, State] = {}
+        for reply in meter.send_and_receive(messages, timeout=self._timeout):
+            client_id = client_of[meter.sender(reply)]
+            try:
+                answer = read_evaluation(reply, template, task)
+                del refused[client_id]
+                if int(answer["num_examples"]):
+                    answers[client_id] = answer
+            except InvalidPayload as error:
+                refused[client_id] = str(error)
+        if not answers:
+            raise NoAnswer(f"no node gave a usable answer. {_listed(refused)}")
+        ids = sorted(answers)
+        joined = tree.stack([answers[client_id] for client_id in ids])
+        evaluation = ClientEvaluation(
+            client_ids=ids,
+            class_counts=joined["class_counts"],
+            num_examples=joined["num_examples"],
+            class_stats=joined["class_stats"],
+            calibration=joined.get("calibration"),
+        )
+        return evaluation, refused
+
+    def _collect_masked_counts(
+        self, content: Messages, nodes: dict[int, int], round: int
+    ) -> tuple[ClientEvaluation, dict[int, str]]:
+        """Add up the nodes' counts by SecAgg+, which reveals nothing but the sum."""
+        task = self._setup.simulator.cohort.task
+        template = masked_counts(self._evaluation_template(), task)
+        meter = TrafficMeter(self._grid)
+        protocol = SecAggRound(len(nodes), content, self._timeout)
+        heard, mean = protocol.run(cast(Grid, meter), self._context, round, nodes.values())
+        refused = {
+            client_id: meter.failures.get(node, NO_REPLY)
+            for client_id, node in nodes.items()
+            if node not in heard
+        }
+        if mean is None or len(mean) != secure_aggregation.vector_size(template):
+            raise NoAnswer(
+                f"secure aggregation failed: of {len(nodes)} clients {protocol.threshold} must "
+                f"stay until its end. {_listed(refused)}"
+            )
+        like = tree.apply(torch.Tensor.double, template)
+        total, _ = secure_aggregation.from_vector(mean * len(heard), like, COUNT_BOUNDS, 1.0)
+        client_of = {node: client_id for client_id, node in nodes.items()}
+        return summed_evaluation(total, sorted(client_of[node] for node in heard)), refused
 
     def _request_content(self, request: RoundRequest) -> Messages:
         """Create the records that every node receives."""

@@ -36,6 +36,7 @@ class Schedule:
         evaluate_every: Number of rounds between evaluations.
         evaluate_local: Whether to evaluate local models too.
         skip_diverged: Whether to leave clients out whose update is not finite, instead of stopping.
+        evaluate_clients: Whether to evaluate models on every client's own test examples.
     """
 
     rounds: int
@@ -45,6 +46,7 @@ class Schedule:
     evaluate_every: int
     evaluate_local: bool
     skip_diverged: bool = False
+    evaluate_clients: bool = False
 
     def is_evaluated(self, round: int) -> bool:
         """Return whether a round, from 0, is evaluated; the last one always is."""
@@ -71,7 +73,8 @@ class RoundRecord:
         refused: Why answers were not used, by client.
         privacy: Privacy budget spent: epsilon, delta, simulated.
         readings: Metrics that the algorithm reports.
-        scores: Scores of the server's model, and of personal models.
+        scores: Scores of the server's model, and of local models on the clients' label mix.
+        local_test: Scores on the clients' own test examples.
     """
 
     round: int
@@ -85,7 +88,8 @@ class RoundRecord:
     refused: dict[int, str] = field(default_factory=dict)
     privacy: dict[str, Any] | None = None
     readings: dict[str, float] = field(default_factory=dict)
-    scores: dict[str, float] = field(default_factory=dict)
+    scores: dict[str, Any] = field(default_factory=dict)
+    local_test: dict[str, Any] = field(default_factory=dict)
 
     def to_line(self) -> dict[str, Any]:
         """Convert to a line of `rounds.jsonl`; empty fields are left out.
@@ -110,6 +114,8 @@ class RoundRecord:
             ]
         if self.privacy is not None:
             line["privacy"] = self.privacy
+        if self.local_test:
+            line["local_test"] = self.local_test
         return line | self.readings | self.scores | {"local": self.local, "seconds": self.seconds}
 
 
@@ -174,7 +180,7 @@ class Server:
         if self.schedule.is_evaluated(round) and self.schedule.evaluate_local:
             if self._class_stats is None:
                 self._class_stats = tree.to_host(self.scorer.class_stats(self.state))
-            stats_before = self._class_stats["test"]
+            stats_before = self._class_stats.get("test")
         sampling = self.schedule.sampling
         candidate_ids = sampling.candidates(round)
         client_ids = candidate_ids
@@ -224,7 +230,7 @@ class Server:
             on_device["findings"] = result.findings.to_tree()
         if is_evaluated:
             on_device["class_stats"] = self.scorer.class_stats(server)
-        on_host = tree.to_host(on_device)  # the only transfer from the device in a round
+        on_host = tree.to_host(on_device)  # one transfer from the device
         stopwatch.lap("evaluation")
         findings = None
         if result.findings is not None:
@@ -241,6 +247,12 @@ class Server:
             record.privacy = self._privacy_budget(self.privacy, request.round + 1)
         if self._class_stats is not None:
             record.scores = self.scorer.scores(self._class_stats) | self._personal_score(record)
+        if is_evaluated and self.schedule.evaluate_clients:
+            evaluation = self.backend.evaluate_clients(self.algorithm, server, request.round)
+            if evaluation is not None:
+                record.local_test = self.scorer.client_scores(evaluation)
+                record.scores = self._federated_score(record.local_test) | record.scores
+            stopwatch.lap("evaluation")
         if is_evaluated:
             record.seconds["evaluation"] += stopwatch.seconds()["evaluation"]
         record.seconds["total"] = time.perf_counter() - request.started
@@ -314,11 +326,16 @@ class Server:
         return records
 
     def _personal_score(self, record: RoundRecord) -> dict[str, float]:
-        """Return the mean score of the clients' models on their own label mix."""
+        """Return the mean score of the clients' models on the test set, by their label mix."""
         metric = self.scorer.metric
         key = f"own_{metric}"
         scores = [float(client[key]) for client in record.local if key in client]
         return {f"personal_{metric}": sum(scores) / len(scores)} if scores else {}
+
+    def _federated_score(self, local_test: dict[str, Any]) -> dict[str, float]:
+        """Return the score over all clients' test examples, the main one without a test set."""
+        metric = self.scorer.metric
+        return {metric: local_test[metric]}
 
     def _privacy_budget(self, privacy: Privacy, num_rounds: int) -> dict[str, Any]:
         """Return the privacy budget spent after some rounds."""

@@ -10,12 +10,18 @@ from torch import Tensor
 
 from fedcog.algorithms import Algorithm, FederationInit
 from fedcog.core import tree
+from fedcog.core.metrics import FurtherMetrics
 from fedcog.core.tree import Params, State
 from fedcog.engine.cohort import Cohort, RoundSpec
 from fedcog.engine.cohort_results import CohortResult, join_cohorts
 from fedcog.engine.local_training import CohortClients
 from fedcog.engine.stacking import StackedRun
-from fedcog.federation.backend import ClientFindings, RoundRequest, RoundResult
+from fedcog.federation.backend import (
+    ClientEvaluation,
+    ClientFindings,
+    RoundRequest,
+    RoundResult,
+)
 from fedcog.federation.client_sampling import LossOver
 from fedcog.federation.client_states import ClientStates
 from fedcog.federation.device_types import DeviceType
@@ -78,9 +84,16 @@ class Simulator:
         weights: Weight of each client in the server's sum, `(K,)`.
         num_steps: Number of local steps of each client, `(K,)`.
         device_types: Types of devices; one if all are alike.
+        metrics: Metrics to compute besides the main one.
     """
 
-    def __init__(self, cohort: Cohort, workload: LocalWorkload) -> None:
+    def __init__(
+        self,
+        cohort: Cohort,
+        workload: LocalWorkload,
+        metrics: FurtherMetrics = FurtherMetrics(),  # noqa: B008 - immutable
+    ) -> None:
+        self.metrics = metrics
         data = cohort.data
         task = cohort.task
         self.cohort = cohort
@@ -160,7 +173,84 @@ class Simulator:
             losses.append(self.cohort.evaluator.mean_loss(weights, index))
         return losses
 
+    def evaluate_clients(self, algorithm: Algorithm, server: State, round: int) -> ClientEvaluation:
+        """Evaluate the global model, and personal ones, on every client's own test examples.
+
+        Args:
+            algorithm: The algorithm.
+            server: The server state after the round.
+            round: Current round, from 0.
+
+        Returns:
+            Class statistics of all clients with test examples.
+        """
+        weights = algorithm.server_model(server)
+        return self.evaluate_models(algorithm, weights, algorithm.broadcast(server), round)
+
     # Parts that other backends use
+
+    def evaluate_models(
+        self,
+        algorithm: Algorithm,
+        weights: Params,
+        broadcast: State,
+        round: int,
+        client_ids: Sequence[int] | None = None,
+    ) -> ClientEvaluation:
+        """Evaluate a model, and personal ones, on the clients' own test examples.
+
+        Args:
+            algorithm: The algorithm.
+            weights: Parameters and buffers of the global model.
+            broadcast: What clients would receive; personal models start from it.
+            round: Current round, from 0.
+            client_ids: The clients; by default all that have test examples.
+
+        Returns:
+            Statistics of the clients.
+        """
+        cohort = self.cohort
+        tests = cohort.data.local_tests
+        assert tests is not None, "the server asks for them only if clients have test examples"
+        ids = tests.client_ids if client_ids is None else torch.tensor(client_ids)
+        rows = ids.to(cohort.data.device)
+        metrics = self.metrics
+        results = cohort.evaluator.client_results(
+            weights, metrics.functions, metrics.has_calibration
+        )
+        stats = {"global": results.class_stats[rows]}
+        if is_personalized(algorithm):
+            stats["personal"] = self._personal_stats(algorithm, broadcast, ids, round)
+        calibration = None
+        if results.calibration is not None:
+            calibration = results.calibration[rows].cpu()
+        values = None
+        if results.values is not None:
+            values = {name: value[ids] for name, value in results.values.items()}
+        labels = torch.split(tests.y, tests.sizes.tolist())
+        counts = torch.stack([cohort.task.class_counts(labels[int(id)]) for id in ids])
+        return ClientEvaluation(
+            client_ids=ids.tolist(),
+            class_counts=counts.cpu(),
+            num_examples=tests.sizes[ids],
+            class_stats=tree.to_host(stats),
+            calibration=calibration,
+            values=values,
+        )
+
+    def _personal_stats(
+        self, algorithm: Algorithm, broadcast: State, client_ids: Tensor, round: int
+    ) -> Tensor:
+        """Return the class statistics of the clients' own models, `(K, ..., C)`."""
+        spec = RoundSpec(algorithm, broadcast, round, 0.0, evaluate_local=False)
+        found = []
+        for group in self._device_groups(spec, client_ids.tolist()):
+            size = self.cohort.chunk_size(len(group.client_ids))
+            for start in range(0, len(group.client_ids), size):
+                ids = group.client_ids[start : start + size]
+                clients = self.clients(group.spec.algorithm, broadcast, ids)
+                found.append(self.cohort.personal_stats(group.spec, clients))
+        return torch.cat(found)
 
     def init_server(self, algorithm: Algorithm) -> State:
         """Return the server state before the first round."""
@@ -375,6 +465,11 @@ class Simulator:
             max_clients = min(len(client_ids), device.num_clients)
             groups.append(DeviceGroup(own_spec, list(group), max_clients))
         return groups
+
+
+def is_personalized(algorithm: Algorithm) -> bool:
+    """Return whether clients have models of their own."""
+    return any(layer.is_personalized for layer in algorithm.layers)
 
 
 def run_stacked_round(

@@ -23,7 +23,7 @@ from fedcog.core.tree import Params, State
 from fedcog.engine.aggregation import add_totals
 from fedcog.engine.cohort import RoundSpec
 from fedcog.engine.cohort_results import CohortResult, join_cohorts
-from fedcog.federation.backend import RoundRequest, RoundResult
+from fedcog.federation.backend import ClientEvaluation, RoundRequest, RoundResult
 from fedcog.federation.client_sampling import LossOver
 from fedcog.federation.simulator import Simulator
 
@@ -167,6 +167,19 @@ class TorchrunBackend:
             One loss per client.
         """
         return self._simulator.client_losses(weights, client_ids, round, loss_over)
+
+    def evaluate_clients(self, algorithm: Algorithm, server: State, round: int) -> ClientEvaluation:
+        """Evaluate models on every client's own test examples, at the leader.
+
+        Args:
+            algorithm: The algorithm.
+            server: The server state after the round.
+            round: Current round, from 0.
+
+        Returns:
+            Class statistics of all clients with test examples.
+        """
+        return self._simulator.evaluate_clients(algorithm, server, round)
 
     def end(self, outcome: dict[str, Any]) -> None:
         """Send all followers how the run ended."""

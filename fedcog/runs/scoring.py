@@ -1,11 +1,25 @@
-"""Scores of the server's model and of local models."""
+"""Scores of the server's model, of local models, and of models on the clients' test examples."""
 
+import math
+import statistics
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from fedcog.algorithms import Algorithm
+from fedcog.core.metrics import calibration_stats, evaluate_functions
 from fedcog.core.tasks import Metric
 from fedcog.core.tree import Params, State
+from fedcog.federation.backend import ClientEvaluation
 from fedcog.federation.simulator import Simulator
+
+CALIBRATION = "calibration"
+"""Name of the calibration statistics among class statistics."""
+OWN_METRIC = "own_metric/"
+"""Prefix of the user's metrics among class statistics."""
+PREFIXES = {"global": "", "personal": "personal_"}
+"""Prefix of a score in `local_test`, by model."""
 
 
 class ModelScorer:
@@ -28,6 +42,7 @@ class ModelScorer:
         self._data = simulator.cohort.data
         self._test_counts = simulator.test_class_counts
         self._use_test_set = use_test_set
+        self._metrics = simulator.metrics
 
     @property
     def metric(self) -> Metric:
@@ -39,33 +54,102 @@ class ModelScorer:
         data = self._data
         weights = self._algorithm.server_model(server)
         stats: Params = {}
-        if self._use_test_set and self._task.multi_label:  # further metrics need all outputs
-            logits = self._evaluator.logits(weights, data.test_x)
-            stats["test"] = self._task.class_stats(logits, data.test_y)
-            stats |= self._task.extra_metrics(logits, data.test_y)
-        elif self._use_test_set:
-            stats["test"] = self._evaluator.class_stats(weights, data.test_x, data.test_y)
+        if self._use_test_set:
+            stats = self._test_stats(weights)
         if len(data.validation):
             x = data.train_x[data.validation.to(data.train_x.device)]
             y = data.train_y[data.validation]
             stats["validation"] = self._evaluator.class_stats(weights, x, y)
         return stats
 
-    def scores(self, class_stats: Params) -> dict[str, float]:
+    def _test_stats(self, weights: Params) -> Params:
+        """Return class statistics on the test set, and what further metrics need."""
+        data = self._data
+        metrics = self._metrics
+        needs_logits = self._task.multi_label or metrics.functions or metrics.has_calibration
+        if not needs_logits:
+            return {"test": self._evaluator.class_stats(weights, data.test_x, data.test_y)}
+        logits = self._evaluator.logits(weights, data.test_x)
+        stats = {"test": self._task.class_stats(logits, data.test_y)}
+        stats |= self._task.extra_metrics(logits, data.test_y)
+        if metrics.has_calibration:
+            parts = zip(torch.split(logits, 1000), torch.split(data.test_y, 1000), strict=True)
+            sums = [calibration_stats(*part).sum(0) for part in parts]
+            stats[CALIBRATION] = torch.stack(sums).sum(0)
+        own = evaluate_functions(metrics.functions, logits, data.test_y)
+        return stats | {f"{OWN_METRIC}{name}": value for name, value in own.items()}
+
+    def scores(self, class_stats: Params) -> dict[str, Any]:
         """Compute scores by key of `rounds.jsonl` from class statistics in host memory."""
-        scores = {
+        scores: dict[str, Any] = {
             name: float(value)
             for name, value in class_stats.items()
-            if name not in ("test", "validation")
+            if name not in ("test", "validation", CALIBRATION) and not name.startswith(OWN_METRIC)
         }
         if "test" in class_stats:
             scores[self.metric] = self._task.score(class_stats["test"], self._test_counts)
+            if further := self._further_metrics(class_stats):
+                scores["metrics"] = further
         if "validation" in class_stats:
             labels = self._data.train_y[self._data.validation]
             counts = self._task.class_counts(labels).cpu()
             score = self._task.score(class_stats["validation"], counts)
             scores[f"validation_{self.metric}"] = score
         return scores
+
+    def _further_metrics(self, class_stats: Params) -> dict[str, Any]:
+        """Return the metrics on the test set that the user asked for."""
+        found: dict[str, Any] = self._metrics.from_stats(
+            class_stats["test"], self._test_counts, class_stats.get(CALIBRATION)
+        )
+        for name in self._metrics.functions:
+            found[name] = float(class_stats[f"{OWN_METRIC}{name}"])
+        return found
+
+    def client_scores(self, evaluation: ClientEvaluation) -> dict[str, Any]:
+        """Summarize how models do on the clients' own test examples.
+
+        Args:
+            evaluation: Statistics of the clients.
+
+        Returns:
+            For the global model the metric over all test examples, and over clients its mean
+            (`_mean`), its mean over the worst tenth (`_worst`) and its standard deviation
+            (`_deviation`); the same for personal models (`personal_`); further metrics of the
+            global model; and `clients`, lists with an entry per client. The worst tenth and the
+            lists are unknown if only sums are known.
+        """
+        counts = evaluation.class_counts.sum(0)
+        found: dict[str, Any] = {}
+        clients: dict[str, Any] = {
+            "ids": evaluation.client_ids,
+            "examples": evaluation.num_examples.tolist(),
+        }
+        for model, stats in evaluation.class_stats.items():
+            name = f"{PREFIXES[model]}{self.metric}"
+            found[name] = self._task.score(stats.sum(0), counts)
+            if evaluation.score_sums is not None:
+                total, squares = evaluation.score_sums[model]
+                found |= _moments(name, total, squares, evaluation.num_summed)
+                continue
+            rows = zip(stats, evaluation.class_counts, strict=True)
+            scores = [self._task.score(own, own_counts) for own, own_counts in rows]
+            found |= _spread(name, scores)
+            clients[name] = scores
+        stats = evaluation.class_stats["global"].sum(0)
+        calibration = evaluation.calibration
+        found |= self._metrics.from_stats(
+            stats, counts, None if calibration is None else calibration.sum(0)
+        )
+        shares = evaluation.num_examples.double() / evaluation.num_examples.sum()
+        for name, values in (evaluation.values or {}).items():
+            found[name] = float((values * shares).sum())
+            clients[name] = [_number_or_none(value) for value in values.tolist()]
+        if evaluation.score_sums is None:
+            found["clients"] = clients
+        else:
+            found["num_clients"] = evaluation.num_summed
+        return found
 
     def local_scores(
         self, class_stats: Tensor, stats_before: Tensor, class_counts: Tensor
@@ -94,3 +178,24 @@ class ModelScorer:
             scores[f"absent_{metric}"] = score(class_stats, counts, absent)
             scores[f"absent_{metric}_before"] = score(stats_before, counts, absent)
         return scores
+
+
+def _spread(name: str, scores: list[float]) -> dict[str, float]:
+    """Return mean, mean of the worst tenth, and standard deviation over clients."""
+    worst_tenth = sorted(scores)[: math.ceil(len(scores) / 10)]
+    return {
+        f"{name}_mean": statistics.fmean(scores),
+        f"{name}_worst": statistics.fmean(worst_tenth),
+        f"{name}_deviation": statistics.pstdev(scores),
+    }
+
+
+def _moments(name: str, total: float, squares: float, number: int) -> dict[str, float]:
+    """Return mean and standard deviation over clients from sums."""
+    mean = total / number
+    variance = max(squares / number - mean**2, 0.0)
+    return {f"{name}_mean": mean, f"{name}_deviation": math.sqrt(variance)}
+
+
+def _number_or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None

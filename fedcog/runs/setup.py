@@ -4,17 +4,21 @@ import functools
 import hashlib
 import importlib.util
 from collections.abc import Iterable
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fedcog.core.integers import round_half_up
+from fedcog.core.metrics import FurtherMetrics, MetricFunctions, check_functions, parse_names
 from fedcog.core.optimizers import Optimizer
 from fedcog.core.settings import ConfigError
 from fedcog.core.tasks import make_task
 from fedcog.core.tree import Params
-from fedcog.data import DataError, Dataset, FederatedData, registry, shifts
+from fedcog.data import DataError, Dataset, FederatedData, local_tests, registry, shifts
+from fedcog.data.local_tests import LocalTests
 from fedcog.data.partitions import schemes
 from fedcog.engine import cuda_graphs
 from fedcog.engine.cohort import Cohort, CohortConfig, Mapping
@@ -57,12 +61,14 @@ class UserObjects(NamedTuple):
         model: Network: an instance, or a class or function, which starts from the run's seed.
         generator: Generator network, for FedCOG(generator="custom").
         preloaded: The data set that the experiment names, if it is already loaded.
+        metrics: Metric functions by name.
     """
 
     data: Dataset | None = None
     model: Network | None = None
     generator: nn.Module | None = None
     preloaded: Dataset | None = None
+    metrics: MetricFunctions = MappingProxyType({})
 
 
 class RemoteClients(NamedTuple):
@@ -122,9 +128,15 @@ class ExperimentSetup:
         self.privacy = make_privacy(experiment, self.data.num_clients, simulated=remote is None)
         if self.privacy and importlib.util.find_spec("dp_accounting") is None:
             raise ConfigError(["privacy needs an accountant: pip install 'fedcog[privacy]'."])
-        self.simulator = Simulator(self._make_cohort(), self._workload())
-        self.scorer = ModelScorer(experiment.algorithm, self.simulator, experiment.evaluate_test)
-        self.schedule = make_schedule(experiment, self.data.sizes.tolist())
+        self.simulator = Simulator(self._make_cohort(), self._workload(), self._metrics(objects))
+        has_test_set = len(self.data.test_y) > 0
+        use_test_set = experiment.evaluate_test and has_test_set
+        self.scorer = ModelScorer(experiment.algorithm, self.simulator, use_test_set)
+        self.schedule = replace(
+            make_schedule(experiment, self.data.sizes.tolist()),
+            evaluate_local=experiment.evaluate_local and has_test_set,
+            evaluate_clients=self._evaluates_clients,
+        )
         self._check_model()
         self.server_state = self.simulator.init_server(experiment.algorithm)
 
@@ -174,10 +186,16 @@ class ExperimentSetup:
             "mean": list(self.dataset.mean),
             "std": list(self.dataset.std),
             "test_examples": len(self.dataset.test_y),
+            "local_test_examples": self._local_test_sizes(),
             "parameters": sum(value.numel() for value in self.model.params.values()),
             "model": self.model_name,
             "initial_weights": "given" if self._has_given_weights else "seed",
         }
+
+    def _local_test_sizes(self) -> list[int]:
+        """Return the number of test examples of each client; empty without client-side tests."""
+        tests = self.data.local_tests
+        return [] if tests is None else tests.sizes.tolist()
 
     def displayable(self, artifacts: Params) -> Params:
         """Return artifacts with normalized inputs turned back into images."""
@@ -214,6 +232,7 @@ class ExperimentSetup:
                 remote.indices.get(client_id, nothing) for client_id in range(experiment.clients)
             ]
         self.dataset = apply_shifts(experiment, dataset, self.indices)
+        tests = self._split_local_tests(dataset)
         augment = {"auto": self.dataset.augment, "on": True, "off": False}[experiment.augment]
         is_images = self.dataset.train_x.dim() == 4 and self.dataset.train_x.dtype == torch.uint8
         if augment and not is_images:
@@ -228,12 +247,59 @@ class ExperimentSetup:
             augment=augment,
             device=self.device,
             dtype=torch.float64 if experiment.precision == "float64" else torch.float32,
+            local_tests=tests,
         )
+        self._check_evaluation(remote)
+
+    def _split_local_tests(self, original: Dataset) -> LocalTests | None:
+        """Hold out each client's test examples, or find those that the data set gives it.
+
+        Args:
+            original: The data set before shifts and label noise.
+        """
+        experiment = self.experiment
+        seed = _partition_seed(experiment)
+        if not experiment.evaluate_test:
+            return None
+        if experiment.local_test:
+            self.indices, held_out = local_tests.hold_out(self.indices, experiment.local_test, seed)
+            return local_tests.from_training(self.dataset, original.train_y, held_out)
+        if original.test_users is None or experiment.partition != "natural":
+            return None
+
+        def _shift(x: Tensor, client: int) -> Tensor:
+            return shifts.shift_inputs(
+                original, x, client, experiment.shift, experiment.shift_strength, seed
+            )
+
+        return local_tests.from_test_set(original, self.indices, _shift)
+
+    def _check_evaluation(self, remote: RemoteClients | None) -> None:
+        """Refuse experiments that would evaluate on nothing."""
+        experiment = self.experiment
         if not (experiment.evaluate_test or remote is not None or len(self.data.validation)):
             raise ConfigError(
                 [
                     "no client has enough examples to hold one out for validation: raise "
                     f"--validation above {experiment.validation:g}."
+                ]
+            )
+        if not (experiment.evaluate_test and remote is None):
+            return
+        tests = self.data.local_tests
+        if tests is not None and not len(tests.y):
+            raise ConfigError(
+                [
+                    "no client has enough examples to hold one out for testing: raise "
+                    f"--local-test above {experiment.local_test:g}."
+                ]
+            )
+        if tests is None and not len(self.data.test_y):
+            raise ConfigError(
+                [
+                    f"the data set '{self.dataset.name}' has no test set: hold out test examples "
+                    "at every client with --local-test 0.2, or validate with --validation 0.2 "
+                    "--no-evaluate-test --no-evaluate-local."
                 ]
             )
 
@@ -267,6 +333,25 @@ class ExperimentSetup:
         self._network_text += description
         model = Model(module, shape, num_classes, experiment.batch_size, generator)
         self.model = model.to(self.device, getattr(torch, experiment.precision))
+
+    @property
+    def _evaluates_clients(self) -> bool:
+        """Whether models are evaluated on the clients' own test examples, here or at nodes."""
+        experiment = self.experiment
+        has_local_tests = experiment.local_test > 0 or self.data.local_tests is not None
+        return experiment.evaluate_test and has_local_tests
+
+    def _metrics(self, objects: UserObjects) -> FurtherMetrics:
+        """Return the metrics that are recorded besides the main one."""
+        names = parse_names(self.experiment.metrics)
+        faults = check_functions(objects.metrics)
+        if names and self.task.multi_label:
+            faults.append(
+                f"metrics: {', '.join(names)} are for examples of one label each: remove them."
+            )
+        if faults:
+            raise ConfigError(faults)
+        return FurtherMetrics(tuple(names), objects.metrics)
 
     def _make_cohort(self) -> Cohort:
         experiment = self.experiment

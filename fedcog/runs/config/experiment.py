@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fedcog import data
 from fedcog.algorithms import ALGORITHMS, Algorithm
 from fedcog.core import settings
+from fedcog.core.metrics import METRICS, parse_names
 from fedcog.core.optimizers import OptimizerKind
 from fedcog.core.settings import ConfigError, setting
 from fedcog.core.toml import to_toml_key, to_toml_value
@@ -94,6 +95,13 @@ class Experiment:
     validation: float = setting(
         0.0, "fraction of each client's training data held out for validation", ">= 0", "< 1"
     )
+    local_test: float = setting(
+        0.0,
+        "fraction of each client's training data held out as its own test set",
+        ">= 0",
+        "< 1",
+        identity="if set",
+    )
     augment: Literal["auto", "on", "off"] = setting(
         "auto", "random crop and flip in training; auto: as usual for the data set"
     )
@@ -150,7 +158,12 @@ class Experiment:
     )
     evaluate_local: bool = setting(True, "evaluate the clients' local models too")
     evaluate_test: bool = setting(
-        True, "evaluate on the test set; if not, on the validation examples only"
+        True, "evaluate on test examples; if not, on the validation examples only"
+    )
+    metrics: str = setting(
+        "",
+        "further metrics, separated by commas: balanced_accuracy, class_accuracy, ece",
+        identity=False,
     )
     checkpoint_every: int = setting(
         1,
@@ -331,6 +344,9 @@ class Experiment:
             )
         if self.privacy != "off":
             yield from self._privacy_faults()
+        for name in parse_names(str(self.metrics)):
+            if name not in METRICS:
+                yield settings.unknown_name("metric", name, METRICS)
         names = [name for name, _ in layers]
         for name in {name for name in names if names.count(name) > 1}:
             yield f"{name} wraps itself: use each algorithm once."
@@ -354,6 +370,11 @@ class Experiment:
                     f"{name} sends which weights a client has, which privacy would clip and blur: "
                     "choose another algorithm."
                 )
+        if self.local_test:
+            yield (
+                "every client would report how models do on its own test examples, which privacy "
+                "does not account for: set --local-test 0."
+            )
         if self.weights == "examples":
             yield (
                 "with privacy every client counts alike, or its number of examples would be "

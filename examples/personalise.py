@@ -35,4 +35,4 @@ for name, method in methods.items():
     experiment = replace(base, algorithm=method)
     run = fedcog.run(experiment, f"runs/personal/{name}", resume=True, report=False)
     worst = min(client["own_accuracy"] for client in run.lines[-1]["local"])
-    print(f"{name:<22}{run.personal[-1]:>10.1%}{worst:>14.1%}{run.last:>9.1%}")
+    print(f"{name:<22}{run.label_mix[-1]:>10.1%}{worst:>14.1%}{run.last:>9.1%}")

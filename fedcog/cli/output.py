@@ -156,34 +156,46 @@ def print_results(runs: Sequence[Run], style: Style) -> None:
     rows = summary.rows(scored)
     names = " or ".join(dict.fromkeys(METRIC_LABELS[run.metric] for run in scored))
     title = f"test {names} in %"
+    if any(run.test_examples != "the test set" for run in scored):
+        title = f"{names} on the clients' own test examples in %"
     if any(len(group.runs) > 1 for group in summary.group(scored)):
         title += ", mean ± standard deviation over seeds"
-    if style == "plain":
+    columns = summary.used_columns(rows)
+    if style == "plain" or _table_width(rows, columns) > out.width:
         print_result(title, style)
         for row in rows:
-            print_result(_plain_row(row), style)
-        return
-    table = Table(title=title, title_justify="left")
-    for column in summary.COLUMNS:
-        table.add_column(column, justify="left" if column == "algorithm" else "right")
-    for row in rows:
-        table.add_row(*row)
-    out.print(table)
-    if any(row[3] for row in rows):
-        out.print(
-            "personal: the clients' own models (or local models before aggregation), on their "
-            "label mix",
-            markup=False,
-        )
+            print_result(_plain_row(row, columns), style)
+    else:
+        table = Table(title=title, title_justify="left")
+        for column in columns:
+            is_label = summary.COLUMNS[column] == "algorithm"
+            table.add_column(summary.COLUMNS[column], justify="left" if is_label else "right")
+        for row in rows:
+            table.add_row(*(row[column] for column in columns))
+        out.print(table)
+    if style != "plain":
+        for column in columns:
+            if note := summary.NOTES.get(summary.COLUMNS[column]):
+                out.print(note, markup=False)
 
 
-def _plain_row(row: Sequence[str]) -> str:
-    label, last, best, personal_last, personal_best, seeds, rounds = row
-    text = f"{label}: last {last or 'none'}, best {best or 'none'}"
-    if personal_last:
-        text += f", personal last {personal_last}, best {personal_best}"
-    text += f", seeds {seeds}"
-    return f"{text}, rounds {rounds}" if "diverged" in rounds else text
+def _table_width(rows: Sequence[Sequence[str]], columns: Sequence[int]) -> int:
+    """Return the width of a table in characters: a cell has two blanks and a border."""
+    lines = [summary.COLUMNS, *rows]
+    return 1 + sum(3 + max(len(line[column]) for line in lines) for column in columns)
+
+
+def _plain_row(row: Sequence[str], columns: Sequence[int]) -> str:
+    """Return a row in words, such as 'fedavg: last 61.25, best 62.01, seeds 3'."""
+    values = {summary.COLUMNS[column]: row[column] for column in columns}
+    label = values.pop("algorithm")
+    rounds = values.pop("rounds", "")
+    parts = [f"{name} {value}" for name, value in values.items() if value]
+    if not row[1]:
+        parts.insert(0, "last none, best none")
+    if "diverged" in rounds:
+        parts.append(f"rounds {rounds}")
+    return f"{label}: {', '.join(parts)}"
 
 
 def print_costs(runs: Sequence[Run], target: float, style: Style) -> None:

@@ -305,6 +305,11 @@ def _add_deploy(commands: Any, known: Mapping[str, Setting]) -> None:
         metavar="PLACE",
         help="and the server's test examples: folder, .npz, MODULE:FUNCTION",
     )
+    init.add_argument(
+        "--input-shape",
+        metavar="CxHxW",
+        help="instead of --test-data, with --local-test: shape of one input, such as 3x32x32",
+    )
     add_experiment_flags(init, known)
 
 

@@ -1,16 +1,20 @@
 """The local examples of one federation node: a folder of images, a NumPy file, or a function."""
 
 import importlib
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from fedcog.data.datasets import DataError, Dataset, Values, from_arrays
 from fedcog.data.folders import find_images, read_images
 
+MAX_INPUT_NUMBERS = 1 << 26
+"""Most numbers of one input that a server accepts in its settings."""
 NORMALIZATION = 0.5
 """Mean and standard deviation of every channel.
 
@@ -62,6 +66,37 @@ def read(location: str, classes: Sequence[str]) -> Dataset:
             images, y, images, y, classes=classes, mean=statistics, std=statistics
         )
     return dataset
+
+
+def without_examples(shape: str, classes: Sequence[str]) -> Dataset:
+    """Make the data set of a server that has no examples: one blank input, which nobody uses.
+
+    Args:
+        shape: Shape of one input, such as "3x32x32" for images or "12" for vectors.
+        classes: Names of all classes of the federation.
+
+    Returns:
+        A data set without test examples.
+
+    Raises:
+        DataError: If the shape is not valid.
+    """
+    if not re.fullmatch(r"\d{1,6}(x\d{1,6}){0,3}", shape):
+        raise DataError(
+            f"shape is {shape!r}: give the shape of one input, such as 3x32x32 for color images."
+        )
+    sizes = tuple(int(part) for part in shape.split("x"))
+    if not 0 < math.prod(sizes) <= MAX_INPUT_NUMBERS:
+        raise DataError(f"shape is {shape}: give 1 to {MAX_INPUT_NUMBERS:,} numbers per input.")
+    dtype = torch.uint8 if len(sizes) == 3 else torch.float32
+    statistics = (NORMALIZATION,) * sizes[0] if len(sizes) == 3 else None
+    return from_arrays(
+        torch.zeros(1, *sizes, dtype=dtype),
+        torch.zeros(1, dtype=torch.int64),
+        classes=list(classes),
+        mean=statistics,
+        std=statistics,
+    )
 
 
 def _read_folder(folder: Path, classes: Sequence[str]) -> tuple[Tensor, list[str]]:

@@ -31,7 +31,12 @@ from fedcog.federation.flower_server import server_app as flower_server
 from fedcog.runs.config.composition import algorithm_name
 from fedcog.runs.config.experiment import Experiment, read_experiment
 from fedcog.runs.environment import torch_settings
-from fedcog.runs.flower_runs import check_payload_bounds, deployment_faults, secure_scale
+from fedcog.runs.flower_runs import (
+    check_payload_bounds,
+    deployment_faults,
+    evaluation_faults,
+    secure_scale,
+)
 from fedcog.runs.records.run_directory import RunDirectory
 from fedcog.runs.runner import Runner, RunOptions
 from fedcog.runs.setup import ExperimentSetup, RemoteClients, UserObjects
@@ -152,7 +157,7 @@ def read_settings(
     patience = deployment["patience"]
     if not isinstance(patience, int | float) or not 0 < patience < math.inf:
         faults.append(f"patience needs seconds above 0, not {patience!r}.")
-    for name in ("out", "data", "classes"):
+    for name in ("out", "data", "classes", "shape"):
         if type(deployment[name]) is not str:
             faults.append(f"{name} needs text, not {deployment[name]!r}.")
     known = ALGORITHMS | {cls.__name__: cls for cls in algorithms}
@@ -160,7 +165,10 @@ def read_settings(
     has_own_data = experiment.dataset == "custom"
     if has_own_data:  # the server knows nothing of the nodes' data, and cannot test on it
         experiment = replace(experiment, evaluate_local=False, partition="given")
-    if node_faults := deployment_faults(experiment, has_own_data):
+    node_faults = deployment_faults(experiment, has_own_data)
+    has_test_data = bool(deployment["data"])
+    node_faults += evaluation_faults(experiment, has_own_data, has_test_data)
+    if node_faults:
         raise ConfigError(node_faults)
     return experiment, deployment
 
@@ -174,7 +182,7 @@ def _serve(
     """Run or resume the experiment, and write the report."""
     data: Dataset | None = None
     if experiment.dataset == "custom":
-        data = node_data.read(str(deployment["data"]), _class_names(deployment))
+        data = _server_data(deployment)
     objects = UserObjects(data=data, model=network)
     options = RunOptions(resume=True, callbacks=[_log_round], command="flwr run")
     with Runner(experiment, deployment["out"], objects, options, remote=True) as runner:
@@ -196,6 +204,14 @@ def _serve(
 
     RunDirectory(run.path).save_report(page([run.path]))
     LOG.info(f"done: {run.path / 'report.html'}")
+
+
+def _server_data(deployment: Mapping[str, Any]) -> Dataset:
+    """Return the server's test examples, or a data set without any if nodes evaluate."""
+    classes = _class_names(deployment)
+    if deployment["data"] or not deployment["shape"]:
+        return node_data.read(str(deployment["data"]), classes)
+    return node_data.without_examples(str(deployment["shape"]), classes)
 
 
 def _log_round(experiment: Experiment, line: dict[str, Any]) -> None:

@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 from fedcog.core.settings import ConfigError
 from fedcog.core.toml import to_toml_value
+from fedcog.data import DataError, node_data
 from fedcog.deploy.defaults import DEPLOYMENT_DEFAULTS
 from fedcog.runs.config.composition import algorithm_name, named_layers
 from fedcog.runs.config.experiment import Experiment
-from fedcog.runs.flower_runs import deployment_faults
+from fedcog.runs.flower_runs import deployment_faults, evaluation_faults
 
 LINK_NAME = "federation"
 """The name of the server in Flower's configuration."""
@@ -106,6 +107,7 @@ class Federation(NamedTuple):
     port: int
     test_data: str  # the server's test examples, if nodes have their own data
     classes: str  # names of all classes, separated by commas, if nodes have their own data
+    shape: str = ""  # shape of one input, if the server has no test examples
 
     @property
     def has_own_data(self) -> bool:
@@ -114,7 +116,14 @@ class Federation(NamedTuple):
 
 
 def init(
-    folder: Path, experiment: Experiment, *, host: str, port: int, data: str = "", classes: str = ""
+    folder: Path,
+    experiment: Experiment,
+    *,
+    host: str,
+    port: int,
+    data: str = "",
+    classes: str = "",
+    shape: str = "",
 ) -> None:
     """Write all files of a federation with `experiment.clients` nodes.
 
@@ -125,6 +134,7 @@ def init(
         port: Port of the server; the nodes use the ports that follow it on their own machines.
         data: Where the server finds its test examples, if nodes have their own data.
         classes: Names of all classes, separated by commas, if nodes have their own data.
+        shape: Shape of one input, such as 3x32x32, if the server has no test examples.
 
     Raises:
         ConfigError: The federation could not start; all faults at once.
@@ -133,7 +143,7 @@ def init(
         from fedcog.deploy import certificates  # needs `cryptography`, which Flower installs
     except ImportError:
         raise ConfigError(["a deployment needs Flower: pip install 'fedcog[flower]'."]) from None
-    federation = Federation(experiment, host, port, data, classes)
+    federation = Federation(experiment, host, port, data, classes, shape)
     faults = _faults(folder, federation)
     if faults:
         raise ConfigError(faults)
@@ -215,10 +225,31 @@ def _faults(folder: Path, federation: Federation) -> list[str]:
             "classes needs two or more names separated by commas, each once, not "
             f"{federation.classes!r}."
         )
-    if federation.has_own_data != bool(federation.test_data):
+    faults += _own_data_faults(federation)
+    return faults
+
+
+def _own_data_faults(federation: Federation) -> list[str]:
+    """Why nodes could not bring their own data."""
+    if not federation.has_own_data:
+        if federation.test_data or federation.shape:
+            return [
+                "--test-data and --input-shape are for nodes with their own data: add --classes."
+            ]
+        return []
+    faults = evaluation_faults(federation.experiment, True, bool(federation.test_data))
+    if federation.test_data and federation.shape:
+        faults.append("--input-shape is for a server without --test-data: give one of the two.")
+    elif not federation.test_data and not federation.shape:
         faults.append(
-            "nodes with their own data need both: --classes, and --test-data for the server."
+            "the server builds the network and sees no example: give it --test-data, or the shape "
+            "of one input, such as --input-shape 3x32x32."
         )
+    if federation.shape:
+        try:
+            node_data.without_examples(federation.shape, ["a", "b"])
+        except DataError as error:
+            faults.append(str(error))
     return faults
 
 
@@ -230,7 +261,11 @@ def _pyproject(federation: Federation) -> str:
         values |= {"dataset": "custom", "evaluate_local": False}
     for name in ("backend", "mapping", "workers", "device"):
         values.pop(name, None)
-    values |= DEPLOYMENT_DEFAULTS | {"data": federation.test_data, "classes": federation.classes}
+    values |= DEPLOYMENT_DEFAULTS | {
+        "data": federation.test_data,
+        "classes": federation.classes,
+        "shape": federation.shape,
+    }
     settings = {name: value for name, value in values.items() if not isinstance(value, dict)}
     tables = {name: value for name, value in values.items() if isinstance(value, dict)}
     lines = [
@@ -257,7 +292,8 @@ def _pyproject(federation: Federation) -> str:
         "",
         "# Settings of the experiment (see fedcog run --help) and of the deployment:",
         "# out: where the server writes the run; patience: seconds that it waits for an answer;",
-        "# data: where its test examples are; classes: the names of all classes.",
+        "# data: where its test examples are; classes: the names of all classes;",
+        "# shape: the shape of one input, if the server has no test examples.",
         "[tool.flwr.app.config]",
         *(f"{name} = {to_toml_value(value)}" for name, value in settings.items()),
     ]

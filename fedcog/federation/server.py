@@ -251,7 +251,7 @@ class Server:
             evaluation = self.backend.evaluate_clients(self.algorithm, server, request.round)
             if evaluation is not None:
                 record.local_test = self.scorer.client_scores(evaluation)
-                record.scores = self._federated_score(record.local_test) | record.scores
+                record.scores = self._main_score(record)
             stopwatch.lap("evaluation")
         if is_evaluated:
             record.seconds["evaluation"] += stopwatch.seconds()["evaluation"]
@@ -332,10 +332,12 @@ class Server:
         scores = [float(client[key]) for client in record.local if key in client]
         return {f"personal_{metric}": sum(scores) / len(scores)} if scores else {}
 
-    def _federated_score(self, local_test: dict[str, Any]) -> dict[str, float]:
-        """Return the score over all clients' test examples, the main one without a test set."""
+    def _main_score(self, record: RoundRecord) -> dict[str, Any]:
+        """Add the score over all clients' test examples as the main one, without a test set."""
         metric = self.scorer.metric
-        return {metric: local_test[metric]}
+        if metric in record.scores:
+            return record.scores
+        return record.scores | {metric: record.local_test[metric], "evaluated_on": "clients"}
 
     def _privacy_budget(self, privacy: Privacy, num_rounds: int) -> dict[str, Any]:
         """Return the privacy budget spent after some rounds."""

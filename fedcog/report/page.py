@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedcog.core.tasks import METRIC_LABELS, metric_of
-from fedcog.report import figures, run_values, sections
+from fedcog.report import evaluation_section, figures, run_values, sections
 from fedcog.report.figures import line_style
 from fedcog.report.image_section import generated_section
 from fedcog.report.markup import (
@@ -65,9 +65,14 @@ def page(paths: Sequence[Path], *, title: str | None = None, target: float | Non
             for number, each in enumerate(groups, 1)
         ]
     parts = [
-        ("scores", f"{_capitalize(_metric_name(groups))} over rounds", _scores_section(groups)),
+        (
+            "scores",
+            f"{_capitalize(_metric_name(groups))} over rounds",
+            _scores_section(groups) + evaluation_section.metrics_table(groups),
+        ),
         ("partition", "Partition", sections.partition(runs, federations)),
         ("generated", "Generated inputs", generated_section(runs)),
+        ("client-tests", "Clients' own test examples", evaluation_section.client_tests(groups)),
         ("clients", "Clients", sections.clients(groups)),
         (
             "traffic",
@@ -77,6 +82,7 @@ def page(paths: Sequence[Path], *, title: str | None = None, target: float | Non
         ("time", "Time", sections.time(groups)),
         ("settings", "Settings", settings_section(groups) + provenance_section(runs)),
     ]
+    parts = [part for part in parts if part[2]]
     links = "".join(f'<a href="#{name}">{heading}</a>' for name, heading, _ in parts)
     body = "".join(
         f'<section id="{name}"><h2>{heading}</h2>{content}</section>'
@@ -219,7 +225,7 @@ def _results(groups: Sequence[Group], full_labels: Sequence[str], target: float 
     heads = [
         f"Last {name} (%)",
         f"Best {name} (%)",
-        "Personal, last (%)",
+        "Label mix, last (%)",
         target_head,
         "Seeds",
         "Seconds per round",
@@ -230,13 +236,20 @@ def _results(groups: Sequence[Group], full_labels: Sequence[str], target: float 
     target_note = _target_note(groups, target) if effective_target else ""
     return (
         f"{table(head, rows)}"
-        f'<p class="note">{_capitalize(name)} on the test set: mean ± sample standard deviation '
-        "over seeds. <em>Last</em> is after the last evaluated round. <em>Best</em> is the highest "
-        "of all rounds. It is chosen on the test set and therefore optimistic; papers often report "
-        "it. <em>Personal</em> is the score of the clients' own models on their own label mix, "
-        "averaged over the clients of a round. For a method without personal models, it is the "
-        f"score of the local models. {target_note}</p>"
+        f'<p class="note">{_capitalize(name)} on {_test_examples(groups)}: mean ± sample '
+        "standard deviation over seeds. <em>Last</em> is after the last evaluated round. "
+        "<em>Best</em> is the highest of all rounds. It is chosen on the test set and therefore "
+        "optimistic; papers often report it. <em>Label mix</em> is the score of the clients' "
+        "models on the test set, with every class weighted by its share of the client's "
+        "examples, averaged over the clients of a round: personal models if the method has them, "
+        f"else local models. {target_note}</p>"
     )
+
+
+def _test_examples(groups: Sequence[Group]) -> str:
+    """Name the examples that scores are of."""
+    names = dict.fromkeys(run.test_examples for each in groups for run in each.runs)
+    return " or ".join(text(name) for name in names)
 
 
 def _result_cells(each: Group, target: float | None) -> list[str]:
@@ -246,7 +259,7 @@ def _result_cells(each: Group, target: float | None) -> list[str]:
     return [
         _percent([run.last for run in scored]),
         _percent([run.best for run in scored]),
-        each.personal[0].percent() if each.personal else NO_VALUE,
+        each.label_mix[0].percent() if each.label_mix else NO_VALUE,
         _rounds_to(scored, target) if target else NO_VALUE,
         join_words(run.experiment.seed for run in each.runs),
         format_seconds(sum(seconds.values())) if seconds else NO_VALUE,
@@ -348,8 +361,8 @@ def _scores_section(groups: Sequence[Group]) -> str:
 
 def _score_caption(groups: Sequence[Group], name: str, starts: Sequence[int]) -> str:
     caption = (
-        f"{_capitalize(name)} of the global model on the test set after each round, mean over "
-        "seeds."
+        f"{_capitalize(name)} of the global model on {_test_examples(groups)} after each round, "
+        "mean over seeds."
     )
     if any(len(each.runs) > 1 for each in groups):
         caption += " The band is ± one standard deviation over seeds."

@@ -212,10 +212,10 @@ def traffic(groups: Sequence[Group]) -> str:
             f"{mean_sent / first_mean:.2f} x",
             f"{(sum(received) + sum(sent)) / 1e6:,.1f}",
         )
-        rows += _row(each.label, cells)
+        rows += table_row(each.label, cells)
     if not rows:
         return "<p>No round is finished, so nothing has been sent.</p>"
-    head = _head("", "bytes down", "bytes up", "up, relative to the first", "all runs, MB")
+    head = table_head("", "bytes down", "bytes up", "up, relative to the first", "all runs, MB")
     return (
         "<p>Bytes that a client receives (down) and sends (up) in a round, mean over clients, "
         "rounds and seeds. On Flower they are measured on the wire; in the simulator they are the "
@@ -255,10 +255,10 @@ def costs(groups: Sequence[Group], target: float | None) -> str:
         cells = [NO_VALUE, NO_VALUE, NO_VALUE]
         if math.isfinite(rounds):
             cells = [f"{rounds:g}", f"{num_bytes / 1e6:,.1f}", f"{seconds:,.1f}"]
-        rows += _row(each.label, (*cells, f"{num_reached} of {len(each.runs)}"))
+        rows += table_row(each.label, (*cells, f"{num_reached} of {len(each.runs)}"))
     if not rows:
         return ""
-    head = _head("", "rounds", "MB, all clients", "seconds", "seeds that reached it")
+    head = table_head("", "rounds", "MB, all clients", "seconds", "seeds that reached it")
     return (
         f"<h3>To the target</h3><p>Cost of reaching {100 * target:g} %, median over seeds; a seed "
         "that never reached it counts as infinite. Seconds depend on the machine.</p>"
@@ -277,10 +277,10 @@ def _fairness_table(groups: Sequence[Group]) -> str:
         columns = list(zip(*fairness_values, strict=True))[:3]
         cells = [spread(list(column)).percent() for column in columns]
         cells.append(spread(forgotten).percent() if forgotten else NO_VALUE)
-        rows += _row(each.label, cells)
+        rows += table_row(each.label, cells)
     if not rows:
         return ""
-    head = _head("", "mean (%)", "worst tenth (%)", "deviation", "forgotten (points)")
+    head = table_head("", "mean (%)", "worst tenth (%)", "deviation", "forgotten (points)")
     return (
         "<h3>Fairness</h3><p>Clients' own models on their own label mix, in the last evaluated "
         "round: mean over its clients, mean of the worst tenth of them, and their standard "
@@ -290,12 +290,22 @@ def _fairness_table(groups: Sequence[Group]) -> str:
     )
 
 
-def _row(label: str, cells: Sequence[str]) -> str:
+def table_row(label: str, cells: Sequence[str]) -> str:
+    """Return a row of a table: a label, and cells with numbers.
+
+    Args:
+        label: Head of the row.
+        cells: The numbers as text.
+
+    Returns:
+        HTML.
+    """
     numbers = "".join(f'<td class="number">{cell}</td>' for cell in cells)
     return f'<tr><th scope="row">{text(label)}</th>{numbers}</tr>'
 
 
-def _head(*names: str) -> str:
+def table_head(*names: str) -> str:
+    """Return the head of a table of numbers."""
     return "".join(f'<th class="number" scope="col">{name}</th>' for name in names)
 
 

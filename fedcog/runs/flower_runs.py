@@ -91,6 +91,25 @@ def deployment_faults(experiment: Experiment, has_own_data: bool) -> list[str]:
     return faults
 
 
+def evaluation_faults(experiment: Experiment, has_own_data: bool, has_test_data: bool) -> list[str]:
+    """Return why a deployment could not evaluate its models.
+
+    Args:
+        experiment: The experiment.
+        has_own_data: Whether nodes have their own data.
+        has_test_data: Whether the server has test examples of its own.
+
+    Returns:
+        The problems found.
+    """
+    if not has_own_data or has_test_data or experiment.local_test:
+        return []
+    return [
+        "neither the server nor the nodes have test examples: give the server some with "
+        "--test-data, or hold out a part at every node with --local-test 0.2."
+    ]
+
+
 def node_faults(experiment: Experiment) -> list[str]:
     """Return what prevents clients from being Flower nodes, and secure aggregation."""
     faults = []

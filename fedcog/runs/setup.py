@@ -168,7 +168,8 @@ class ExperimentSetup:
         """Return what `federation.safetensors` holds: counts per client, some real images."""
         tensors = {"counts": self.simulator.class_counts.cpu()}
         images = self.dataset.train_x
-        if images.dtype == torch.uint8 and images.dim() == 4:
+        has_examples = any(len(part) for part in self.indices) or len(self.dataset.test_y) > 0
+        if has_examples and images.dtype == torch.uint8 and images.dim() == 4:
             labels = self.dataset.train_y
             if self.dataset.multi_label:
                 rows = list(labels.T)
@@ -348,6 +349,12 @@ class ExperimentSetup:
         if names and self.task.multi_label:
             faults.append(
                 f"metrics: {', '.join(names)} are for examples of one label each: remove them."
+            )
+        is_remote = self.experiment.backend == "flower" or self.experiment.secure_aggregation
+        if objects.metrics and is_remote and not len(self.data.test_y):
+            faults.append(
+                "metrics of your own need a test set at the server, because Flower nodes do not "
+                "know them: give one, or set --backend simulator."
             )
         if faults:
             raise ConfigError(faults)

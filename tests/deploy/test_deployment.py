@@ -172,6 +172,28 @@ def test_deployment_with_own_data_survives_failures(tmp_path: Path) -> None:
     assert "server does not know its key" in refusals, refusals[-2000:]
 
 
+def test_deployment_without_a_test_set_evaluates_at_the_nodes(tmp_path: Path) -> None:
+    """The server has no example at all: it knows the shape of an input and the classes."""
+    flags = ["--local-steps", "10", "--batch-size", "8", "--lr", "0.1", "--threads", "1"]
+    flags += ["--weights", "uniform", "--local-test", "0.3", "--metrics", "balanced_accuracy"]
+    flags += ["--classes", ",".join(CLASSES), "--input-shape", "1x8x8", "--model", "mlp"]
+    for number in range(2):
+        images, labels = make_images(40 + 10 * number, number)
+        np.savez(tmp_path / f"{number}.npz", x=images, y=labels)
+    with federation(tmp_path, 2, *flags) as link:
+        for number in range(2):
+            source = str(tmp_path / f"{number}.npz")
+            link.start(f"node-{number}", f"nodes/node-{number}/start.sh", source, "cpu")
+        link.run(rounds=2, patience=120.0)
+        link.wait_for_rounds(2)
+        link.wait(lambda: "report.html" in link.log("run"), 60, "the run ends")
+    last = link.lines()[-1]
+    assert last["local_test"]["clients"]["examples"] == [12, 15]
+    assert last["accuracy"] == last["local_test"]["accuracy"] > 0.9
+    assert last["local_test"]["balanced_accuracy"] > 0.9
+    assert last["evaluated_on"] == "clients"
+
+
 def checkpointed_rounds(link: Link) -> int:
     """Number of rounds in the server's checkpoint."""
     checkpoint = RunDirectory(link.out).load()

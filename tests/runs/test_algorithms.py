@@ -68,12 +68,12 @@ def test_personal_score_uses_each_clients_own_label_mix(
         line = run.lines[-1]
         scores = [client["own_accuracy"] for client in line["local"]]
         mean = sum(scores) / len(scores)
-        assert line["personal_accuracy"] == pytest.approx(mean) == run.personal[-1]
+        assert line["personal_accuracy"] == pytest.approx(mean) == run.label_mix[-1]
         runs[type(algorithm).__name__] = run
-    assert all(run.personal[-1] > 0.8 > run.last for run in runs.values())
+    assert all(run.label_mix[-1] > 0.8 > run.last for run in runs.values())
     assert runs["Ditto"].last == runs["Algorithm"].last  # the global model is FedAvg's
     (group,) = fedcog.group([runs["FedRep"]])
-    assert group.personal is not None and group.personal[0].mean == runs["FedRep"].personal[-1]
+    assert group.label_mix is not None and group.label_mix[0].mean == runs["FedRep"].label_mix[-1]
 
 
 @pytest.mark.slow

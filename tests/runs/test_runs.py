@@ -404,7 +404,7 @@ def test_diverged_personal_model_keeps_the_client_in_the_round(tmp_path: Path) -
     ditto = fedcog.run(ditto_config, tmp_path / "ditto", report=False)
     assert ditto.scores == fedavg.scores
     assert all(line["forgot"] == [0, 1, 2, 3] and "skipped" not in line for line in ditto.lines)
-    assert not ditto.personal, "no personal model is left to score"
+    assert not ditto.label_mix, "no personal model is left to score"
 
 
 @pytest.mark.slow

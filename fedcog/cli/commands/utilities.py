@@ -95,6 +95,7 @@ def deploy_command(options: argparse.Namespace, rest: list[str]) -> int:
         port=options.port,
         data=options.test_data or "",
         classes=options.classes or "",
+        shape=options.input_shape or "",
     )
     print_result(
         f"a federation of {experiment.clients} nodes: {folder / 'README.md'}", options.style

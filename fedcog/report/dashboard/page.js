@@ -91,9 +91,9 @@ function updateRuns() {
     if (!ids.has(id)) runs.delete(id);
   }
   for (const run of overview.runs) {
-    const old = runs.get(run.id) || { fetchedGeneration: -1, loss: [], score: [] };
-    const { fetchedGeneration, loss, score } = old;
-    runs.set(run.id, { ...run, fetchedGeneration, loss, score });
+    const old = runs.get(run.id) || newCurves();
+    const { fetchedGeneration, loss, score, clientScore } = old;
+    runs.set(run.id, { ...run, fetchedGeneration, loss, score, clientScore });
   }
   if (!runs.has(selected)) {
     const running = overview.runs.find(run => run.state === "running");
@@ -101,6 +101,10 @@ function updateRuns() {
     const first = running || withImages || overview.runs[0];
     selected = first ? first.id : null;
   }
+}
+
+function newCurves() {
+  return { fetchedGeneration: -1, loss: [], score: [], clientScore: [] };
 }
 
 // Forget everything about another server: its ids mean other runs.
@@ -138,10 +142,12 @@ async function fetchCurves() {
         if (curves.first !== 0) break;
         run.loss = [];
         run.score = [];
+        run.clientScore = [];
       }
       run.fetchedGeneration = curves.generation;
       for (const value of curves.loss) run.loss.push(value);
       for (const value of curves.score) run.score.push(value);
+      for (const value of curves.clientScore) run.clientScore.push(value);
       numFetches += 1;
       if (!curves.loss.length || curves.generation !== run.generation) break;
     }
@@ -183,6 +189,10 @@ function showCurves(drawnRuns) {
   const label = labels.join(" or ") || "Test accuracy";
   $("score-name").textContent = `${label} (%)`;
   drawChart($("score"), drawnRuns, run => run.score, 100, `${label} in % over rounds`);
+  const clientRuns = drawnRuns.filter(run => run.clientScore.some(value => value !== null));
+  $("client-figure").hidden = !clientRuns.length;
+  const clientLabel = "On the clients' own test examples";
+  drawChart($("client-score"), clientRuns, run => run.clientScore, 100, `${clientLabel}, in %`);
   drawChart($("loss"), drawnRuns, run => run.loss, 1, "Training loss over rounds");
 }
 

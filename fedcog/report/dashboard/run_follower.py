@@ -239,6 +239,12 @@ def _parse_round(text: bytes, number: int) -> dict[str, Any] | None:
     for name in SCORE_KEYS:
         if name in record:
             line[name] = _finite(record[name])
+    if record.get("evaluated_on") == "clients":
+        line["evaluated_on"] = "clients"
+    local_test = record.get("local_test")
+    if isinstance(local_test, dict):
+        numbers = {name: _finite(value) for name, value in local_test.items()}
+        line["local_test"] = {name: value for name, value in numbers.items() if value is not None}
     return line
 
 

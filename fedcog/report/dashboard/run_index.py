@@ -15,7 +15,7 @@ from fedcog.report.dashboard.run_follower import RunFollower, RunGone, seconds_s
 from fedcog.report.markup import printable
 from fedcog.runs.config.composition import algorithm_name
 from fedcog.runs.records.recorded_run import Run
-from fedcog.runs.records.summary import COLUMNS, Group, group, row
+from fedcog.runs.records.summary import COLUMNS, Group, group, row, used_columns
 
 MAX_RUNS = 400
 """Number of runs that are shown; of more, the latest."""
@@ -95,6 +95,7 @@ class RunIndex:
                 "first": min(first, len(run.lines)),
                 "loss": [line["loss"] for line in lines],
                 "score": [line.get(metric) for line in lines],
+                "clientScore": [_client_score(line) for line in lines],
             }
 
     def _refresh(self, now: float) -> None:
@@ -130,12 +131,16 @@ class RunIndex:
         known_runs = [run for follower in self.runs.values() if (run := follower.run)]
         groups = group(known_runs) if known_runs else []
         group_indices = {run.path: index for index, each in enumerate(groups) for run in each.runs}
-        table = []
+        rows = {}
         for index, each in enumerate(groups):
             scored = [run for run in each.runs if run.scores or run.diverged]
             if scored:
-                cells = [printable(cell) for cell in row(Group(each.label, scored))]
-                table.append({"group": index, "cells": cells})
+                rows[index] = row(Group(each.label, scored))
+        columns = used_columns(list(rows.values()))
+        table = [
+            {"group": index, "cells": [printable(cells[column]) for column in columns]}
+            for index, cells in rows.items()
+        ]
         return {
             "server": self._server_id,
             "where": [printable(str(root)) for root in self.roots],
@@ -145,7 +150,7 @@ class RunIndex:
                 for path, follower in self.runs.items()
             ],
             "groups": [printable(each.label) for each in groups],
-            "columns": list(COLUMNS),
+            "columns": [COLUMNS[column] for column in columns],
             "table": table,
         }
 
@@ -184,8 +189,16 @@ class RunIndex:
         }
 
 
+def _client_score(line: dict[str, Any]) -> float | None:
+    """Return the score over all clients' own test examples in a round."""
+    local_test = line.get("local_test", {})
+    return next((local_test[name] for name in METRIC_LABELS if name in local_test), None)
+
+
 def _shown_metric(run: Run) -> tuple[str, str]:
     """Key and label of the score: on the test set, or on validation examples if that is unused."""
+    if run.test_examples != "the test set":
+        return run.metric, f"Clients' test {METRIC_LABELS[run.metric]}"
     if run.experiment.evaluate_test:
         return run.metric, f"Test {METRIC_LABELS[run.metric]}"
     recorded = {name for line in run.lines for name in line}

@@ -54,6 +54,13 @@ class Run:
         return [(line["round"], line[name]) for line in self.lines if line.get(name) is not None]
 
     @property
+    def test_examples(self) -> str:
+        """The examples that scores are of, in words: the server's, or all clients' own."""
+        if any(line.get("evaluated_on") == "clients" for line in self.lines):
+            return "the clients' own test examples"
+        return "the test set"
+
+    @property
     def last(self) -> float:
         """The score on the test set after the last round."""
         return self.scores[-1][1]
@@ -64,14 +71,30 @@ class Run:
         return max(score for _, score in self.scores)
 
     @property
-    def personal(self) -> list[float]:
-        """Scores of the clients' own models on their own label mix, averaged over clients.
+    def label_mix(self) -> list[float]:
+        """Scores of the clients' models on the test set, weighted by each client's label mix.
 
-        For a personalized algorithm these are the personal models; for others the local models
-        before aggregation, that is the fine-tuned global model.
+        They are averaged over the clients of a round. For a personalized algorithm these are the
+        personal models; for others the local models before aggregation, that is the fine-tuned
+        global model. Scores on a client's own test examples are `local_test`.
         """
         name = f"personal_{self.metric}"
         return [line[name] for line in self.lines if line.get(name) is not None]
+
+    def local_test(self, name: str = "") -> list[tuple[int, float]]:
+        """Return scores on the clients' own test examples.
+
+        Args:
+            name: Key in `local_test` of `rounds.jsonl`, such as "accuracy_mean", "accuracy_worst"
+                or "personal_accuracy"; by default the main metric of the global model over all
+                test examples.
+
+        Returns:
+            (round, score) of every evaluated round; empty if it was not measured.
+        """
+        key = name or self.metric
+        found = [(line["round"], (line.get("local_test") or {}).get(key)) for line in self.lines]
+        return [(round, score) for round, score in found if score is not None]
 
     @property
     def privacy(self) -> str:

@@ -199,6 +199,11 @@ class RunDirectory:
                     raise RecordError(
                         f"{file} is damaged: {name} in line {number} is not a number."
                     )
+            for name in ("local_test", "metrics"):
+                if not _is_evaluation(line.get(name, {})):
+                    raise RecordError(
+                        f"{file} is damaged: {name} in line {number} is no table of numbers."
+                    )
         return lines
 
     def append(self, line: dict[str, Any]) -> None:
@@ -492,3 +497,29 @@ def runs_below(directories: Sequence[str | Path]) -> list[Path]:
 
 def _artifact_name(round: int) -> str:
     return f"{ARTIFACT_FOLDER}/{round:05d}.safetensors"
+
+
+def _is_evaluation(table: object) -> bool:
+    """Return whether a part of a round's line holds numbers and lists of numbers by name.
+
+    `clients` holds lists of the same length, one entry per client.
+    """
+    if not isinstance(table, dict):
+        return False
+    lists = [value for value in table.values() if isinstance(value, list)]
+    clients = table.get("clients", {})
+    if not isinstance(clients, dict) or not all(map(_is_list, clients.values())):
+        return False
+    if len({len(values) for values in clients.values()}) > 1:
+        return False
+    numbers = [value for name, value in table.items() if name != "clients"]
+    return all(map(_is_list, lists)) and all(
+        isinstance(value, float | int | list | None) for value in numbers
+    )
+
+
+def _is_list(values: object) -> bool:
+    """Return whether this is a list of numbers, with None for those that are missing."""
+    return isinstance(values, list) and all(
+        isinstance(value, float | int | None) for value in values
+    )

@@ -9,7 +9,30 @@ from fedcog.runs.config.composition import algorithm_name
 from fedcog.runs.config.experiment import Experiment, free_settings
 from fedcog.runs.records.recorded_run import Run
 
-COLUMNS = ("algorithm", "last", "best", "personal last", "personal best", "seeds", "rounds")
+COLUMNS = (
+    "algorithm",
+    "last",
+    "best",
+    "label mix last",
+    "label mix best",
+    "client tests",
+    "worst 10 %",
+    "personal",
+    "seeds",
+    "rounds",
+)
+"""Columns of a summary. `client tests`, `worst 10 %` and `personal` are after the last round: the
+global model on all clients' own test examples, its mean over the worst tenth of the clients, and
+the personal models on all clients' own test examples."""
+
+NOTES = {
+    "label mix last": "label mix: the clients' local or personal models on the test set, weighted "
+    "by each client's label mix",
+    "client tests": "client tests: the global model on all clients' own test examples; worst 10 %: "
+    "its mean over the worst tenth of the clients",
+    "personal": "personal: the clients' personal models on their own test examples",
+}
+"""Explanations of columns."""
 
 
 class Spread(NamedTuple):
@@ -53,13 +76,27 @@ class Group(NamedTuple):
         return spread([run.best for run in self.runs])
 
     @property
-    def personal(self) -> tuple[Spread, Spread] | None:
-        """Last and best score of the clients' own models on their own label mix, if measured."""
-        if not all(run.personal for run in self.runs):
+    def label_mix(self) -> tuple[Spread, Spread] | None:
+        """Last and best score of the clients' models on their label mix, if measured."""
+        if not all(run.label_mix for run in self.runs):
             return None
-        last = spread([run.personal[-1] for run in self.runs])
-        best = spread([max(run.personal) for run in self.runs])
+        last = spread([run.label_mix[-1] for run in self.runs])
+        best = spread([max(run.label_mix) for run in self.runs])
         return last, best
+
+    def local_test(self, name: str = "") -> Spread | None:
+        """Return a score on the clients' own test examples after the last round.
+
+        Args:
+            name: As for `Run.local_test`.
+
+        Returns:
+            The score over seeds; None if it was not measured.
+        """
+        scores = [run.local_test(name) for run in self.runs]
+        if not all(scores):
+            return None
+        return spread([own[-1][1] for own in scores])
 
 
 def rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
@@ -74,18 +111,28 @@ def row(group: Group) -> tuple[str, ...]:
     if all(run.scores for run in group.runs):
         last = group.last.percent()
         best = group.best.percent()
-    personal = [spread.percent() for spread in group.personal] if group.personal else ["", ""]
+    label_mix = [spread.percent() for spread in group.label_mix] if group.label_mix else ["", ""]
+    metric = group.runs[0].metric
+    names = (metric, f"{metric}_worst", f"personal_{metric}")
+    client_tests = [value.percent() if (value := group.local_test(name)) else "" for name in names]
     num_rounds = sorted({len(run.lines) for run in group.runs})
     rounds = "-".join(str(number) for number in dict.fromkeys((num_rounds[0], num_rounds[-1])))
     if num_diverged := sum(bool(run.diverged) for run in group.runs):
         rounds += f", {num_diverged} diverged"
-    return group.label, last, best, *personal, str(len(group.runs)), rounds
+    return group.label, last, best, *label_mix, *client_tests, str(len(group.runs)), rounds
+
+
+def used_columns(rows: Sequence[Sequence[str]]) -> list[int]:
+    """Return the positions of the columns in which some row has a value."""
+    return [column for column in range(len(COLUMNS)) if any(row[column] for row in rows)]
 
 
 def markdown(runs: Sequence[Run]) -> str:
-    """Return the rows as a Markdown table."""
-    lines = [COLUMNS, ("---",) * len(COLUMNS), *rows(runs)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    """Return the rows as a Markdown table, without columns that are empty."""
+    found = rows(runs)
+    columns = used_columns(found)
+    lines = [COLUMNS, ("---",) * len(COLUMNS), *found]
+    return "".join(f"| {' | '.join(line[column] for column in columns)} |\n" for line in lines)
 
 
 def spread(values: Sequence[float]) -> Spread:

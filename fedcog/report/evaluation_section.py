@@ -1,0 +1,94 @@
+"""The section about the clients' own test examples, and the table of further metrics."""
+
+from collections.abc import Sequence
+
+from fedcog.core.tasks import METRIC_LABELS
+from fedcog.report import figures, run_values
+from fedcog.report.figures import Curve
+from fedcog.report.markup import NO_VALUE, figure, table
+from fedcog.report.run_values import RoundLine
+from fedcog.report.sections import table_head, table_row
+from fedcog.runs.records.recorded_run import Run
+from fedcog.runs.records.summary import Group, spread
+
+SUFFIXES = ("", "_mean", "_worst", "_deviation")
+"""Suffixes of the scores on the clients' test examples, in the order of the table."""
+
+
+def client_tests(groups: Sequence[Group]) -> str:
+    """Show how models do on the clients' own test examples; empty if it was not measured."""
+    rows = ""
+    for each in groups:
+        metric = each.runs[0].metric
+        for model, prefix in (("global model", ""), ("personal models", "personal_")):
+            names = [
+                f"{prefix}{metric}{suffix}" for suffix in ("", "_mean", "_worst", "_deviation")
+            ]
+            values = [each.local_test(name) for name in names]
+            if values[0] is not None:
+                cells = [NO_VALUE if value is None else value.percent() for value in values]
+                rows += table_row(f"{each.label}, {model}", cells)
+    if not rows:
+        return ""
+    head = table_head(
+        "", "all examples (%)", "mean of clients (%)", "worst tenth (%)", "deviation (points)"
+    )
+    content = (
+        "<p>Every client has test examples of its own, and all clients are evaluated, not only "
+        "those of the round. <em>All examples</em> weighs clients by their number of test "
+        "examples, <em>mean of clients</em> weighs them alike, <em>worst tenth</em> is the mean "
+        "over the tenth of the clients with the lowest scores, <em>deviation</em> is the standard "
+        "deviation over clients. After the last evaluated round; mean ± sample standard deviation "
+        f"over seeds.</p>{table(head, rows)}"
+    )
+    label = METRIC_LABELS[groups[0].runs[0].metric]
+    curves = [
+        curve for prefix in ("", "personal_") for curve in _client_test_curves(groups, prefix)
+    ]
+    plot = figures.curves_figure(curves, f"{label} (%)", percent=True)
+    caption = "Mean over clients, on their own test examples; band ± one deviation over seeds."
+    return content + figure(plot, caption)
+
+
+def _client_test_curves(groups: Sequence[Group], prefix: str) -> list[Curve]:
+    """Curves of the mean over clients, for the global model or personal models."""
+
+    def _value(record: RoundLine) -> list[float | None]:
+        local_test = record.get("local_test") or {}
+        return [local_test.get(f"{prefix}{name}_mean") for name in METRIC_LABELS]
+
+    name = "personal models" if prefix else "global model"
+    return [
+        curve._replace(label=f"{curve.label}, {name}")
+        for curve in run_values.curves(groups, _value)
+    ]
+
+
+def metrics_table(groups: Sequence[Group]) -> str:
+    """Show further metrics on the test set after the last round; empty if there are none."""
+    rows = ""
+    for each in groups:
+        tables = [_last_metrics(run) for run in each.runs]
+        for name in dict.fromkeys(name for values in tables for name in values):
+            numbers = [values[name] for values in tables if name in values]
+            value = spread(numbers)
+            deviation = "" if value.deviation is None else f" ± {value.deviation:.4f}"
+            rows += table_row(f"{each.label}, {name}", [f"{value.mean:.4f}{deviation}"])
+    if not rows:
+        return ""
+    return (
+        "<h3>Further metrics</h3><p>After the last evaluated round; mean ± sample standard "
+        f"deviation over seeds.</p>{table(table_head('', 'value'), rows)}"
+    )
+
+
+def _last_metrics(run: Run) -> dict[str, float]:
+    """Return the further metrics of the last round that has any."""
+    for line in reversed(run.lines):
+        metrics = line.get("metrics") or {}
+        numbers = {
+            name: float(value) for name, value in metrics.items() if isinstance(value, float | int)
+        }
+        if numbers:
+            return numbers
+    return {}

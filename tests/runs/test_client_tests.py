@@ -1,0 +1,215 @@
+"""Every client's own test examples: what is held out, what is scored, and what is refused."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import fedcog
+from fedcog import ConfigError, Ditto, Experiment, FedAvg, FedCOG, FedRep
+from fedcog.data import registry, shifts
+from fedcog.runs.records.run_directory import RecordError, RunDirectory
+from fedcog.runs.setup import ExperimentSetup, UserObjects, split_dataset
+
+TINY = Experiment(
+    clients=5,
+    rounds=2,
+    local_steps=4,
+    batch_size=16,
+    lr=0.1,
+    local_test=0.25,
+    threads=1,
+    workers=1,
+)
+
+
+def vectors(number: int = 400, **options: object) -> fedcog.Dataset:
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(number, 6)).astype("f4")
+    y = (x[:, 0] > 0) + 2 * (x[:, 1] > 0)
+    return fedcog.from_arrays(x, y.astype(np.int64), **options)  # type: ignore[arg-type]
+
+
+def test_held_out_examples_are_never_trained_on() -> None:
+    setup = ExperimentSetup(TINY)
+    tests = setup.data.local_tests
+    assert tests is not None
+    parts = split_dataset(TINY, registry.load("digits"))
+    for client, part in enumerate(parts):
+        kept = setup.indices[client]
+        own = torch.split(tests.x, tests.sizes.tolist())[client]
+        held_out = part[~torch.isin(part, kept)]
+        assert len(held_out) == round(0.25 * len(part)) == len(own)
+        assert torch.equal(own, setup.dataset.train_x[held_out])
+
+
+def test_test_examples_are_shifted_as_the_client_is_and_keep_their_labels() -> None:
+    shifted = dataclasses.replace(TINY, shift="rotation", label_noise=0.9)
+    setup = ExperimentSetup(shifted)
+    tests = setup.data.local_tests
+    assert tests is not None
+    original = registry.load("digits")
+    plain = ExperimentSetup(TINY)
+    plain_tests = plain.data.local_tests
+    assert plain_tests is not None
+    assert torch.equal(tests.y, plain_tests.y), "label noise is for training"
+    own = torch.split(plain_tests.x, plain_tests.sizes.tolist())
+    expected = [
+        shifts.shift_inputs(original, x, client, "rotation", 0.5, 0) for client, x in enumerate(own)
+    ]
+    assert torch.equal(tests.x, torch.cat(expected))
+    assert not torch.equal(tests.x, plain_tests.x)
+
+
+def model_accuracy(model: torch.nn.Module, setup: ExperimentSetup, client: int) -> float:
+    """Accuracy of a model on a client's test examples, by a plain loop."""
+    tests = setup.data.local_tests
+    assert tests is not None
+    x = torch.split(tests.x, tests.sizes.tolist())[client]
+    y = torch.split(tests.y, tests.sizes.tolist())[client]
+    with torch.no_grad():
+        logits = model(setup.data.to_inputs(x))
+    return float((logits.argmax(1) == y).double().mean())
+
+
+def test_scores_equal_a_plain_evaluation_of_the_final_model(tmp_path: Path) -> None:
+    run = fedcog.run(TINY, tmp_path / "run", report=False)
+    local_test = run.lines[-1]["local_test"]
+    setup = ExperimentSetup(TINY)
+    model = fedcog.load(tmp_path / "run")
+    scores = [model_accuracy(model, setup, client) for client in range(5)]
+    sizes = np.array(local_test["clients"]["examples"])
+    assert local_test["clients"]["accuracy"] == pytest.approx(scores)
+    assert local_test["accuracy"] == pytest.approx(float(np.average(scores, weights=sizes)))
+    assert local_test["accuracy_mean"] == pytest.approx(float(np.mean(scores)))
+    assert local_test["accuracy_worst"] == pytest.approx(min(scores))
+    assert local_test["accuracy_deviation"] == pytest.approx(float(np.std(scores)))
+    assert run.local_test("accuracy_mean")[-1] == (2, local_test["accuracy_mean"])
+
+
+def test_all_clients_are_evaluated_and_not_only_those_of_the_round(tmp_path: Path) -> None:
+    few = dataclasses.replace(TINY, participation=0.2, algorithm=Ditto())
+    run = fedcog.run(few, tmp_path, report=False)
+    assert len(run.lines[-1]["clients"]) == 1
+    assert run.lines[-1]["local_test"]["clients"]["ids"] == [0, 1, 2, 3, 4]
+
+
+def test_personal_models_are_those_that_clients_keep(tmp_path: Path) -> None:
+    experiment = dataclasses.replace(TINY, algorithm=Ditto(), rounds=3)
+    run = fedcog.run(experiment, tmp_path, report=False)
+    setup = ExperimentSetup(experiment)
+    checkpoint = RunDirectory(tmp_path).load()
+    assert checkpoint is not None
+    found = run.lines[-1]["local_test"]["clients"]["personal_accuracy"]
+    model = fedcog.load(tmp_path)
+    for client in range(5):
+        # Ditto keeps a client's model under names of its own: see `decisions.md`.
+        for name, value in model.state_dict().items():
+            value.copy_(checkpoint.clients[f"{client}::personal::{name}"])
+        assert model_accuracy(model, setup, client) == pytest.approx(found[client])
+
+
+@pytest.mark.parametrize("algorithm", [FedAvg(), FedRep(), Ditto(), FedCOG(count=8, steps=2)])
+def test_loop_and_vmap_agree(algorithm: fedcog.Algorithm, tmp_path: Path) -> None:
+    tables = []
+    for mapping in ("loop", "vmap"):
+        mapped = dataclasses.replace(
+            TINY, algorithm=algorithm, mapping=mapping, precision="float64"
+        )
+        run = fedcog.run(mapped, tmp_path / mapping, report=False)
+        tables.append(json.dumps([line["local_test"] for line in run.lines]))
+    assert tables[0] == tables[1]
+
+
+def test_evaluation_changes_nothing_else(tmp_path: Path) -> None:
+    """The held-out examples are removed either way; whether they are scored moves no weight."""
+    runs = []
+    for every in (1, 2):
+        experiment = dataclasses.replace(TINY, algorithm=Ditto(), evaluate_every=every)
+        runs.append(fedcog.run(experiment, tmp_path / str(every), report=False))
+    assert runs[0].lines[-1]["loss"] == runs[1].lines[-1]["loss"]
+    assert runs[0].lines[-1]["local_test"] == runs[1].lines[-1]["local_test"]
+
+
+def test_runs_without_a_test_set_at_the_server(tmp_path: Path) -> None:
+    run = fedcog.run(TINY, tmp_path / "run", data=vectors(), metrics={"top": top_one})
+    line = run.lines[-1]
+    assert run.last == line["accuracy"] == line["local_test"]["accuracy"]
+    assert line["evaluated_on"] == "clients"
+    assert line["local_test"]["top"] == pytest.approx(line["accuracy"])
+    assert "own_accuracy" not in line["local"][0]
+    assert "on the clients&#x27; own test examples" in (tmp_path / "run/report.html").read_text()
+    with pytest.raises(ConfigError, match=r"has no test set.*--local-test 0\.2"):
+        fedcog.run(dataclasses.replace(TINY, local_test=0.0), tmp_path / "no", data=vectors())
+
+
+def top_one(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return (logits.argmax(1) == labels).double().mean()
+
+
+def test_users_bring_their_own_test_examples(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(90, 6)).astype("f4")
+    y = (x[:, 0] > 0).astype(np.int64)
+    users = np.array(["ann", "bob", "cem"]).repeat(30)
+    test_users = np.array(["bob"] * 20 + ["ann"] * 10)
+    data = fedcog.from_arrays(x, y, x[:30], y[:30], users=users, test_users=test_users)
+    experiment = dataclasses.replace(TINY, partition="natural", clients=3, local_test=0.0)
+    run = fedcog.run(experiment, tmp_path, data=data, report=False)
+    clients = run.lines[-1]["local_test"]["clients"]
+    assert (clients["ids"], clients["examples"]) == ([0, 1], [10, 20])
+    setup = ExperimentSetup(
+        dataclasses.replace(experiment, dataset="custom"), UserObjects(data=data)
+    )
+    model = fedcog.load(tmp_path)
+    expected = [model_accuracy(model, setup, client) for client in (0, 1)]
+    assert clients["accuracy"] == pytest.approx(expected)
+
+
+def test_resume_is_byte_equal(tmp_path: Path) -> None:
+    experiment = dataclasses.replace(TINY, algorithm=Ditto(), rounds=3)
+    straight = fedcog.run(experiment, tmp_path / "a", report=False)
+    fedcog.run(dataclasses.replace(experiment, rounds=1), tmp_path / "b", report=False)
+    resumed = fedcog.run(experiment, tmp_path / "b", resume=True, report=False)
+    assert [line["local_test"] for line in straight.lines] == [
+        line["local_test"] for line in resumed.lines
+    ]
+
+
+def test_privacy_refuses_reports_that_it_does_not_account_for() -> None:
+    with pytest.raises(ConfigError, match="privacy does not account for: set --local-test 0"):
+        dataclasses.replace(TINY, privacy="central")
+
+
+def test_unknown_metrics_are_refused_with_a_suggestion() -> None:
+    with pytest.raises(ConfigError, match="unknown metric 'balanced': did you mean balanced_acc"):
+        dataclasses.replace(TINY, metrics="ece, balanced")
+
+
+def test_damaged_tables_are_refused(tmp_path: Path) -> None:
+    fedcog.run(dataclasses.replace(TINY, rounds=1), tmp_path, report=False)
+    file = tmp_path / "rounds.jsonl"
+    line = json.loads(file.read_text())
+    bad_tables = [
+        3,
+        {"accuracy": "high"},
+        {"clients": [1]},
+        {"clients": {"ids": [0, 1], "examples": [1]}},
+        {"class_accuracy": [{}]},
+    ]
+    for table in bad_tables:
+        file.write_text(json.dumps(line | {"local_test": table}) + "\n")
+        with pytest.raises(RecordError, match="local_test in line 1 is no table"):
+            fedcog.read(tmp_path)
+
+
+def test_trackers_receive_the_summary(tmp_path: Path) -> None:
+    from fedcog.runs.tracking.values import round_metrics
+
+    run = fedcog.run(dataclasses.replace(TINY, rounds=1, metrics="ece"), tmp_path, report=False)
+    found = round_metrics(run.lines[-1])
+    assert found["local_test/accuracy_worst"] == run.lines[-1]["local_test"]["accuracy_worst"]
+    assert found["metrics/ece"] == run.lines[-1]["metrics"]["ece"]

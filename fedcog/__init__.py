@@ -45,12 +45,20 @@ if TYPE_CHECKING:
         StepGradient,
         Wrapper,
     )
-    from fedcog.api import compare, run, sweep
+    from fedcog.api import compare, partition, run, sweep
     from fedcog.core import tree
     from fedcog.core.errors import Interrupted
     from fedcog.core.settings import ConfigError, setting
     from fedcog.core.tree import Params, State
-    from fedcog.data import DataError, Dataset, from_arrays, from_folder, from_torch
+    from fedcog.data import (
+        DataError,
+        Dataset,
+        PartitionError,
+        from_arrays,
+        from_folder,
+        from_torch,
+        load_dataset,
+    )
     from fedcog.engine.standalone import GeneratedData, distillation_loss, generate
     from fedcog.federation.backend import Diverged
     from fedcog.models.checks import ModelError
@@ -72,12 +80,14 @@ _MODULES = {
         "FedAvg FedAvgM FedCOG FedDecorr FedDyn FedExP FedGen FedNova FedProx FedReg FedRep FedSAM "
         "FederationInit HeteroFL LocalWork Loss StepGradient Wrapper"
     ),
-    "fedcog.api": "compare run sweep",
+    "fedcog.api": "compare partition run sweep",
     "fedcog.core": "tree",
     "fedcog.core.errors": "Interrupted",
     "fedcog.core.settings": "ConfigError setting",
     "fedcog.core.tree": "Params State",
-    "fedcog.data": "DataError Dataset from_arrays from_folder from_torch",
+    "fedcog.data": (
+        "DataError Dataset PartitionError from_arrays from_folder from_torch load_dataset"
+    ),
     "fedcog.engine.standalone": "GeneratedData distillation_loss generate",
     "fedcog.federation.backend": "Diverged",
     "fedcog.models.checks": "ModelError",
@@ -136,6 +146,7 @@ __all__ = [
     "Model",
     "ModelError",
     "Params",
+    "PartitionError",
     "RecordError",
     "Run",
     "State",
@@ -153,7 +164,9 @@ __all__ = [
     "generate",
     "group",
     "load",
+    "load_dataset",
     "make_algorithm",
+    "partition",
     "pretrain",
     "read",
     "run",

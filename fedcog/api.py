@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, get_type_hints
 
-from torch import nn
+from torch import Tensor, nn
 
 from fedcog.core.metrics import MetricFunctions
 from fedcog.data import Dataset
@@ -14,6 +14,7 @@ from fedcog.models.initialization import Network
 from fedcog.runs.compare import run_comparison
 from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.environment import torch_settings
+from fedcog.runs.experiment_data import split_dataset
 from fedcog.runs.records.recorded_run import Run
 from fedcog.runs.records.run_directory import RunDirectory
 from fedcog.runs.runner import (
@@ -242,6 +243,61 @@ def sweep(
             search[name] = keywords[name]  # type: ignore[literal-required]
     plan = plan_sweep(experiments, space, data=objects.data, model=objects.model, **search)
     return run_planned_sweep(plan, out, objects, options)
+
+
+class PartitionKeywords(TypedDict, total=False):
+    """Keyword arguments of `partition`: settings of an experiment.
+
+    Attributes:
+        clients: Number of clients; by default 10, or all users of the data set.
+        seed: Seed of the partition.
+        beta: Concentration of the Dirichlet distribution.
+        balance: dirichlet: whether a client that has its even share gets no further classes.
+        classes_per_client: label-skew, label-quantity: maximum number of classes per client.
+        min_examples: Minimum number of examples per client.
+        partition_args: flwr-shard, flwr-pathological: further arguments.
+    """
+
+    clients: int
+    seed: int
+    beta: float
+    balance: bool
+    classes_per_client: int
+    min_examples: int
+    partition_args: str
+
+
+def partition(
+    dataset: Dataset, name: str = "auto", **keywords: Unpack[PartitionKeywords]
+) -> list[Tensor]:
+    """Split the training examples of a data set among clients, as a run with these settings does.
+
+    Args:
+        dataset: The data set.
+        name: Name of the partition, as `fedcog list partitions` shows it: "dirichlet", "natural",
+            "published" (the FedCOG authors' own draw), "given" (the data set's `indices`), ...
+        **keywords: `clients` (10, or all users), `seed` (0), `beta` (0.1), `balance`,
+            `classes_per_client` (2), `min_examples` (10), `partition_args`.
+
+    Returns:
+        For each client, the positions of its training examples, int64.
+
+    Raises:
+        ConfigError: If a setting is invalid.
+        PartitionError: If the partition is impossible.
+
+    Example:
+        ```python
+        import fedcog
+
+        data = fedcog.load_dataset("digits")
+        parts = fedcog.partition(data, "published", clients=10, beta=0.1, seed=0)
+        print([len(part) for part in parts])
+        ```
+    """
+    _check_keywords("partition", keywords, PartitionKeywords)
+    experiment = Experiment(partition=name, dataset="custom", **keywords)
+    return split_dataset(experiment, dataset)
 
 
 def run_planned_sweep(

@@ -16,6 +16,7 @@ from fedcog.core.tasks import METRIC_LABELS
 from fedcog.data import DATASETS, registry
 from fedcog.data.partitions.flwr_partitions import FLWR_PARTITIONS
 from fedcog.data.partitions.schemes import PARTITIONS
+from fedcog.data.sources.locations import short_name
 from fedcog.models.zoo import MODELS
 from fedcog.runs.config.composition import algorithm_name, named_layers
 from fedcog.runs.config.experiment import Experiment
@@ -57,8 +58,8 @@ def print_experiment(
     if seeds:
         seed_text = f"seeds {', '.join(map(str, seeds))}"
     print_result(
-        f"{algorithm_name(experiment.algorithm)} on {experiment.dataset}: {experiment.clients} "
-        f"clients ({experiment.partition_rule}), {experiment.rounds} rounds of "
+        f"{algorithm_name(experiment.algorithm)} on {short_name(experiment.dataset)}: "
+        f"{_describe_clients(experiment)}, {experiment.rounds} rounds of "
         f"{work}{participation}, batch {experiment.batch_size}, {experiment.optimizer} lr "
         f"{experiment.lr:g}, {seed_text}",
         style,
@@ -75,6 +76,12 @@ def print_experiment(
     for warning in _experiment_warnings(experiment):
         print_note(warning)
     print_result(f"  run directory: {directory}", style)
+
+
+def _describe_clients(experiment: Experiment) -> str:
+    """Describe number and partition of the clients, as far as they are known before loading."""
+    count = f"{experiment.clients} clients" if experiment.clients else "all clients of the data"
+    return f"{count} ({experiment.partition_rule})"
 
 
 def print_comparison(
@@ -387,14 +394,20 @@ def _theory_rows(
     }
 
 
-def print_partition(counts: Tensor, classes: Sequence[str], noun: str = "examples") -> None:
+def print_partition(
+    counts: Tensor, classes: Sequence[str], noun: str = "examples", names: Sequence[str] = ()
+) -> None:
     """Print examples per client and class; if that is too wide, a summary per client.
 
     Args:
         counts: `(K, C)`.
         classes: Names of the classes.
         noun: What is counted.
+        names: Names of the clients, if they are users.
     """
+    labels = [str(client_id) for client_id in range(len(counts))]
+    if names:
+        labels = [f"{label} {escape(name)}" for label, name in zip(labels, names, strict=True)]
     width = sum(max(len(name), 4) + 3 for name in classes) + 20
     if width > out.width:
         table = Table("client", noun, "classes", "largest", "share", title="per client")
@@ -402,14 +415,16 @@ def print_partition(counts: Tensor, classes: Sequence[str], noun: str = "example
             largest = max(range(len(row)), key=row.__getitem__)
             share = f"{100 * row[largest] / max(1, sum(row)):.0f}%"
             num_classes = sum(count > 0 for count in row)
-            table.add_row(str(client_id), str(sum(row)), str(num_classes), classes[largest], share)
+            table.add_row(
+                labels[client_id], str(sum(row)), str(num_classes), classes[largest], share
+            )
         out.print(table)
         return
     title = f"{noun} per client and class"
     table = Table("client", *classes, "all", title=title, title_justify="left")
     for client_id, row in enumerate(counts.tolist()):
         cells = [str(count) if count else "·" for count in row]
-        table.add_row(str(client_id), *cells, str(sum(row)))
+        table.add_row(labels[client_id], *cells, str(sum(row)))
     totals = [str(count) for count in counts.sum(0).tolist()]
     table.add_row("all", *totals, str(int(counts.sum())), style="bold")
     out.print(table)

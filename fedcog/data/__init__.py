@@ -5,6 +5,7 @@ from fedcog.data.datasets import DataError, Dataset, from_arrays, from_torch
 from fedcog.data.folders import from_folder
 from fedcog.data.partitions.base import PartitionError
 from fedcog.data.registry import DATASETS
+from fedcog.data.sources.locations import load_dataset
 
 __all__ = [
     "DATASETS",
@@ -15,4 +16,5 @@ __all__ = [
     "from_arrays",
     "from_folder",
     "from_torch",
+    "load_dataset",
 ]

@@ -5,13 +5,17 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from fedcog.data.datasets import DataError, Dataset, from_arrays
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as PillowImage
 
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp"}
 MAX_IMAGE_PIXELS = 1 << 26
@@ -20,6 +24,9 @@ MAX_TOTAL_BYTES = 1 << 31
 """Largest size of all decoded images together."""
 TEST_STRIDE = 5
 """Without a test folder, every image at this stride of a class is for testing."""
+TRAIN_NAMES = ("train", "training")
+TEST_NAMES = ("test", "testing", "val", "valid", "validation")
+"""Names of the folders of a split; the first one that is there is used."""
 
 LabeledFile = tuple[Path, str]
 
@@ -44,12 +51,13 @@ def from_folder(
     """Make a data set from a folder that holds one folder of images per class.
 
     Images may lie at any depth below the folder of their class. If all are grayscale they have one
-    channel, else three.
+    channel, else three. A folder that holds `train` and `test` (or `val`) with the folders of the
+    classes below each is split so already.
 
     Args:
-        train: Folder of training images.
-        test: Folder of test images; without it, every fifth image of each class, by name, is for
-            testing.
+        train: Folder of training images, or of both splits.
+        test: Folder of test images; without it, and without a `test` folder, every fifth image of
+            each class, by name, is for testing.
         size: Height and width to resize to, or one number for both; by default all images must
             have the same size.
         classes: Class names, in order; by default all folder names, sorted. Other folders are
@@ -63,16 +71,16 @@ def from_folder(
     Raises:
         DataError: If a folder or an image cannot be read, or there are too few images.
     """
-    folders = [Path(train)] if test is None else [Path(train), Path(test)]
+    folders = _split_folders(Path(train)) if test is None else [Path(train), Path(test)]
     if classes is None:
         classes = sorted({name for folder in folders for name in _class_names(folder)})
-    if test is None:
+    if len(folders) == 1:
         splits = _hold_out_test(folders[0], classes)
     else:
         splits = [_labeled_files(folder, classes) for folder in folders]
     if not all(splits):
         hint = ""
-        if test is None:
+        if len(folders) == 1:
             hint = (
                 f": give at least {TEST_STRIDE} per class, "
                 f"because every {TEST_STRIDE}th is for testing"
@@ -92,6 +100,25 @@ def from_folder(
         test_users=None if users is None else [users(file) for file, _ in splits[1]],
         **options,
     )
+
+
+def _split_folders(folder: Path) -> list[Path]:
+    """Return the folders of both splits, or the folder itself if it holds classes.
+
+    A folder called `train` that directly holds images is a class.
+    """
+    names = {name.lower(): folder / name for name in _class_names(folder)}
+    train = next((names[name] for name in TRAIN_NAMES if name in names), None)
+    if train is None or not _class_names(train):
+        return [folder]
+    others = sorted(names.keys() - {*TRAIN_NAMES, *TEST_NAMES})
+    if others:
+        raise DataError(
+            f"{folder} holds both {train.name} with folders below it and {names[others[0]].name}: "
+            f"give the folder of the training images, {train}, and that of the test images."
+        )
+    test = next((names[name] for name in TEST_NAMES if name in names), None)
+    return [train] if test is None else [train, test]
 
 
 def _labeled_files(folder: Path, classes: Sequence[str]) -> list[LabeledFile]:
@@ -167,13 +194,75 @@ def read_images(files: Sequence[Path], size: int | tuple[int, int] | None = None
     for index, file in enumerate(files):
         try:
             with Image.open(file) as image:
-                decoded = image.convert("L" if channels == 1 else "RGB")
-        except _decoding_errors() as error:
+                pixels[index] = to_pixels(image, channels, (height, width))
+        except decoding_errors() as error:
             raise DataError(f"{file} is not a readable image: {error}.") from error
-        if decoded.size != (width, height):
-            decoded = decoded.resize((width, height), Image.Resampling.BOX)
-        pixels[index] = np.asarray(decoded).reshape(height, width, channels).transpose(2, 0, 1)
     return torch.from_numpy(pixels)
+
+
+def to_pixels(image: PillowImage, channels: int, size: tuple[int, int]) -> npt.NDArray[np.uint8]:
+    """Decode an image, convert it to grayscale or RGB, and resize it.
+
+    Args:
+        image: The image.
+        channels: 1 or 3.
+        size: Height and width.
+
+    Returns:
+        Pixels `(channels, height, width)`.
+    """
+    from PIL import Image
+
+    height, width = size
+    decoded = image.convert("L" if channels == 1 else "RGB")
+    if decoded.size != (width, height):
+        decoded = decoded.resize((width, height), Image.Resampling.BOX)
+    return np.asarray(decoded).reshape(height, width, channels).transpose(2, 0, 1)
+
+
+def check_image(name: str, image: PillowImage) -> None:
+    """Refuse an image that is too large or has over 8 bits a channel; it need not be decoded.
+
+    Args:
+        name: Name for messages.
+        image: The image.
+
+    Raises:
+        DataError: If it cannot be used.
+    """
+    width, height = image.size
+    if width * height > MAX_IMAGE_PIXELS:
+        raise DataError(
+            f"{name} has {width} x {height} pixels, more than {MAX_IMAGE_PIXELS:,}: "
+            "make it smaller."
+        )
+    if image.mode[0] in "IF":
+        raise DataError(
+            f"{name} has more than 8 bits per channel (mode {image.mode}): save it with 8."
+        )
+
+
+def resize_images(images: Tensor, size: int | tuple[int, int]) -> Tensor:
+    """Resize images, as `read_images` does.
+
+    Args:
+        images: `(N, C, H, W)`, uint8, with any number of channels.
+        size: Height and width, or one number for both.
+
+    Returns:
+        Images of the new size.
+    """
+    from PIL import Image
+
+    height, width = (size, size) if isinstance(size, int) else size
+    if images.shape[2:] == (height, width):
+        return images
+    resized = np.empty((*images.shape[:2], height, width), np.uint8)
+    for index, image in enumerate(images.numpy()):
+        for channel, plane in enumerate(image):
+            smaller = Image.fromarray(plane).resize((width, height), Image.Resampling.BOX)
+            resized[index, channel] = np.asarray(smaller)
+    return torch.from_numpy(resized)
 
 
 def _check_headers(files: Sequence[Path], target: tuple[int, int] | None) -> ImageFormat:
@@ -187,28 +276,20 @@ def _check_headers(files: Sequence[Path], target: tuple[int, int] | None) -> Ima
             with Image.open(file) as image:
                 width, height = image.size
                 mode = image.mode
-        except _decoding_errors() as error:
+                check_image(str(file), image)
+        except decoding_errors() as error:
             raise DataError(f"{file} is not a readable image: {error}.") from error
-        if width * height > MAX_IMAGE_PIXELS:
-            raise DataError(
-                f"{file} has {width} x {height} pixels, more than {MAX_IMAGE_PIXELS:,}: "
-                "make it smaller."
-            )
-        if mode[0] in "IF":
-            raise DataError(
-                f"{file} has more than 8 bits per channel (mode {mode}): save it with 8."
-            )
         shape = shape or (height, width)
         if target is None and (height, width) != shape:
             raise DataError(
                 f"{file} is {height}x{width}, and {files[0]} is {shape[0]}x{shape[1]}: "
-                "bring all images to one size."
+                "bring all images to one size, or give a size to resize to (--image-size)."
             )
         is_grayscale = is_grayscale and mode in ("1", "L")
     return ImageFormat(1 if is_grayscale else 3, *(shape or (0, 0)))
 
 
-def _decoding_errors() -> tuple[type[Exception], ...]:
+def decoding_errors() -> tuple[type[Exception], ...]:
     """Return the errors that Pillow raises for damaged files."""
     from PIL import Image
 

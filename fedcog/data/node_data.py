@@ -6,12 +6,12 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fedcog.data.datasets import DataError, Dataset, Values, from_arrays
 from fedcog.data.folders import find_images, read_images
+from fedcog.data.sources.array_files import read_arrays
 
 MAX_INPUT_NUMBERS = 1 << 26
 """Most numbers of one input that a server accepts in its settings."""
@@ -118,16 +118,14 @@ def _read_folder(folder: Path, classes: Sequence[str]) -> tuple[Tensor, list[str
 
 
 def _read_numpy(path: Path) -> tuple[Values, Values]:
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            return file["x"], file["y"]
-    except KeyError as error:
-        raise DataError(
-            f"{path} holds no array called {error}: "
-            f"save it with np.savez({path.name!r}, x=..., y=...)."
-        ) from None
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{path} cannot be read: {error}.") from error
+    arrays = read_arrays(path)
+    for name in ("x", "y"):
+        if name not in arrays:
+            raise DataError(
+                f"{path} holds no array called {name}: "
+                f"save it with np.savez({path.name!r}, x=..., y=...)."
+            )
+    return arrays["x"], arrays["y"]
 
 
 def _call_function(location: str) -> tuple[Values, Values]:

@@ -70,6 +70,7 @@ class DatasetSource:
         prepare: Does one-time work before reading; returns a message for the user, if any.
         manual_instructions: How to get the data set, if it cannot be fetched.
         multi_label: Whether an example may have several labels.
+        has_users: Whether the user of each example is known.
     """
 
     title: str
@@ -90,6 +91,7 @@ class DatasetSource:
     prepare: Callable[[Path, Progress], str] | None = None
     manual_instructions: str = ""
     multi_label: bool = False
+    has_users: bool = False
 
 
 def data_dirs(data_dir: str | Path | None = None) -> list[Path]:
@@ -499,6 +501,7 @@ DATASETS["mosaics"] = dataclasses.replace(
     title="mosaics of CIFAR-100, multi-label, with users: a substitute for FLAIR",
     reader=read_mosaics,
     multi_label=True,
+    has_users=True,
     train_size=15_232,
     test_size=3_046,
     input_shape=(3, 64, 64),
@@ -509,6 +512,7 @@ DATASETS["digit-mosaics"] = dataclasses.replace(
     title="mosaics of these digits, multi-label, with users: for quick trials",
     reader=lambda folder: read_digit_mosaics(),
     multi_label=True,
+    has_users=True,
     train_size=516,
     test_size=127,
     input_shape=(1, 16, 16),
@@ -517,6 +521,7 @@ DATASETS["flair"] = DatasetSource(
     title="FLAIR, multi-label photographs of 51,414 users",
     reader=_read_flair,
     multi_label=True,
+    has_users=True,
     train_size=345_879,
     test_size=43_960,
     input_shape=(3, 64, 64),

@@ -165,6 +165,7 @@ def read_settings(
     has_own_data = experiment.dataset == "custom"
     if has_own_data:  # the server knows nothing of the nodes' data, and cannot test on it
         experiment = replace(experiment, evaluate_local=False, partition="given")
+    experiment = replace(experiment, clients=experiment.num_clients)
     node_faults = deployment_faults(experiment, has_own_data)
     has_test_data = bool(deployment["data"])
     node_faults += evaluation_faults(experiment, has_own_data, has_test_data)

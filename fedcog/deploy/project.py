@@ -1,5 +1,6 @@
 """Files of a new federation: certificates, node keys, settings, and start scripts."""
 
+import dataclasses
 import os
 import re
 from pathlib import Path
@@ -143,6 +144,7 @@ def init(
         from fedcog.deploy import certificates  # needs `cryptography`, which Flower installs
     except ImportError:
         raise ConfigError(["a deployment needs Flower: pip install 'fedcog[flower]'."]) from None
+    experiment = dataclasses.replace(experiment, clients=experiment.num_clients)
     federation = Federation(experiment, host, port, data, classes, shape)
     faults = _faults(folder, federation)
     if faults:

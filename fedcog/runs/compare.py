@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from fedcog.data import Dataset
 from fedcog.federation.backend import Diverged
 from fedcog.runs.config.composition import algorithm_name
 from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.environment import stacks_seeds, torch_settings
+from fedcog.runs.experiment_data import data_settings
 from fedcog.runs.records.recorded_run import Run, read
 from fedcog.runs.records.summary import labels
 from fedcog.runs.runner import Runner, RunOptions, run_all
-from fedcog.runs.setup import UserObjects, check_seeds
+from fedcog.runs.setup import UserObjects, check_seeds, load_data
 
 PlannedRun = tuple[Experiment, Path]
 """An experiment with its seed, and its run directory."""
@@ -76,12 +78,17 @@ def run_comparison(
     check_seeds(objects.model, seeds)
     options = (options or RunOptions())._replace(resume=True)
     runs: list[Run] = []
+    loaded: dict[tuple[int | str, ...], Dataset] = {}
     for group in _stackable_groups(plan_runs(out, experiments, seeds)):
         first = group[0][0]
         own_objects = objects
         if first.algorithm.generator_config.kind != "custom":
             own_objects = objects._replace(generator=None)
+        key = data_settings(first)
         with torch_settings(first), ExitStack() as stack:
+            if key not in loaded:
+                loaded = {key: load_data(first, objects)}
+            own_objects = own_objects._replace(preloaded=loaded[key])
             runners = [
                 stack.enter_context(Runner(experiment, path, own_objects, options))
                 for experiment, path in group

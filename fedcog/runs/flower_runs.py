@@ -10,6 +10,7 @@ import torch
 
 from fedcog.core.settings import ConfigError
 from fedcog.core.tree import State
+from fedcog.data.sources.locations import location_kind
 from fedcog.federation import secure_aggregation
 from fedcog.runs.config.composition import algorithm_name, named_layers
 from fedcog.runs.config.experiment import Experiment, read_experiment
@@ -74,6 +75,11 @@ def deployment_faults(experiment: Experiment, has_own_data: bool) -> list[str]:
         The problems found.
     """
     faults = node_faults(experiment)
+    if location_kind(experiment.dataset) in ("folder", "file", "hub"):
+        faults.append(
+            f"dataset {experiment.dataset} is a location on this machine: nodes read registered "
+            "data sets by name (fedcog data list), or have their own data (--classes)."
+        )
     weights_by_examples = experiment.privacy == "off" and experiment.weights != "uniform"
     if has_own_data and weights_by_examples and not experiment.weight_cap:
         faults.append(
@@ -131,7 +137,7 @@ def node_faults(experiment: Experiment) -> list[str]:
             "power-of-choice needs every client's loss in clear, but secure aggregation reveals "
             "only the sum: set --selection uniform."
         )
-    count = clients_per_round(experiment, experiment.clients)
+    count = clients_per_round(experiment, experiment.num_clients)
     if not MIN_SECURE_CLIENTS <= count <= MAX_SECURE_CLIENTS:
         faults.append(
             f"secure aggregation needs {MIN_SECURE_CLIENTS} to {MAX_SECURE_CLIENTS} clients per "

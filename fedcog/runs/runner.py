@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from fedcog.core import tree
 from fedcog.core.errors import Interrupted
 from fedcog.core.settings import ConfigError
+from fedcog.data.sources import locations
 from fedcog.federation import torchrun
 from fedcog.federation.backend import Diverged, RoundRequest, RoundResult
 from fedcog.federation.server import Server
@@ -16,12 +17,19 @@ from fedcog.federation.simulator import run_stacked_round
 from fedcog.runs.config.composition import algorithm_name
 from fedcog.runs.config.experiment import Experiment, free_settings
 from fedcog.runs.divergence import advice
+from fedcog.runs.experiment_data import resolve_clients
 from fedcog.runs.flower_runs import check_flower, run_on_flower, uses_flower
 from fedcog.runs.records.checkpoint import Checkpoint
 from fedcog.runs.records.provenance import provenance
 from fedcog.runs.records.recorded_run import Run
 from fedcog.runs.records.run_directory import RecordError, RunDirectory
-from fedcog.runs.setup import ExperimentSetup, RemoteClients, UserObjects
+from fedcog.runs.setup import (
+    ExperimentSetup,
+    RemoteClients,
+    UserObjects,
+    check_objects,
+    load_data,
+)
 from fedcog.runs.torchrun_runs import lead
 from fedcog.runs.tracking import RunStatus, Tracker, Trackers, check_trackers
 from fedcog.runs.warm_start import inherit
@@ -88,6 +96,12 @@ class Runner:
         self._start_from = start_from
         check_trackers(self._options.trackers)
         self.experiment = with_user_objects(experiment, objects)
+        check_objects(self.experiment, objects)
+        dataset = objects.preloaded
+        if dataset is None:
+            dataset = load_data(self.experiment, objects)
+        objects = objects._replace(preloaded=dataset)
+        self.experiment = resolve_clients(self.experiment, dataset)
         if uses_flower(self.experiment) and not remote:
             check_flower(self.experiment)
             self.experiment = dataclasses.replace(self.experiment, backend="flower")
@@ -375,13 +389,12 @@ def with_user_objects(experiment: Experiment, objects: UserObjects) -> Experimen
         The experiment as it is recorded.
     """
     changes: dict[str, Any] = {}
+    changes["dataset"] = locations.absolute_location(experiment.dataset)
     if objects.data is not None:
         changes["dataset"] = "custom"
-        if objects.data.indices is not None:
-            changes |= {"partition": "given", "clients": len(objects.data.indices)}
     if objects.model is not None:
         changes["model"] = "custom"
-    for name in ("pretrained", "pretrained_generator"):
+    for name in ("pretrained", "pretrained_generator", "indices"):
         if path := getattr(experiment, name):  # absolute, because a run may resume from anywhere
             changes[name] = str(Path(path).expanduser().resolve())
     return dataclasses.replace(experiment, **changes)
@@ -390,7 +403,8 @@ def with_user_objects(experiment: Experiment, objects: UserObjects) -> Experimen
 def default_directory(experiment: Experiment) -> Path:
     """Return the run directory of an experiment without an explicit one."""
     name = algorithm_name(experiment.algorithm)
-    return Path("runs") / f"{experiment.dataset}-{name}-{experiment.seed}"
+    dataset = locations.short_name(experiment.dataset)
+    return Path("runs") / f"{dataset}-{name}-{experiment.seed}"
 
 
 def _check_same_experiment(directory: RunDirectory, experiment: Experiment, resume: bool) -> None:

@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from fedcog.core.tasks import make_task
 from fedcog.core.tree import Params
 from fedcog.data import DataError, Dataset, FederatedData, local_tests, registry, shifts
 from fedcog.data.local_tests import LocalTests
-from fedcog.data.partitions import schemes
+from fedcog.data.sources import locations
 from fedcog.engine import cuda_graphs
 from fedcog.engine.cohort import Cohort, CohortConfig, Mapping
 from fedcog.engine.privacy import Privacy
@@ -34,6 +35,15 @@ from fedcog.runs.config.composition import algorithm_name, named_layers
 from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.config.user_code import describe_network, user_source
 from fedcog.runs.environment import find_device, num_workers
+from fedcog.runs.experiment_data import (
+    adapt_dataset,
+    apply_shifts,
+    client_names,
+    partition_seed,
+    read_dataset,
+    resolve_clients,
+    split_dataset,
+)
 from fedcog.runs.pretrained import load_pretrained, prepare_generator
 from fedcog.runs.scoring import ModelScorer
 
@@ -60,7 +70,7 @@ class UserObjects(NamedTuple):
         data: Data set.
         model: Network: an instance, or a class or function, which starts from the run's seed.
         generator: Generator network, for FedCOG(generator="custom").
-        preloaded: The data set that the experiment names, if it is already loaded.
+        preloaded: The data set of the experiment, if it is already read and adapted.
         metrics: Metric functions by name.
     """
 
@@ -69,6 +79,21 @@ class UserObjects(NamedTuple):
     generator: nn.Module | None = None
     preloaded: Dataset | None = None
     metrics: MetricFunctions = MappingProxyType({})
+
+
+def load_data(experiment: Experiment, objects: UserObjects) -> Dataset:
+    """Return the data set of an experiment: the user's, or the one that it names.
+
+    Args:
+        experiment: Names the data set, image size, subset and indices.
+        objects: Objects of the user.
+
+    Returns:
+        The data set.
+    """
+    if objects.data is not None:
+        return adapt_dataset(objects.data, experiment)
+    return read_dataset(experiment)
 
 
 class RemoteClients(NamedTuple):
@@ -119,7 +144,7 @@ class ExperimentSetup:
         objects = objects or UserObjects()
         self.experiment = experiment
         self.device = self._find_device()
-        _check_objects(experiment, objects)
+        check_objects(experiment, objects)
         self._set_up_data(objects, remote)
         self._set_up_model(objects)
         self.task = make_task(len(self.dataset.classes), self.dataset.multi_label)
@@ -182,6 +207,7 @@ class ExperimentSetup:
             )
         return tensors, {
             "dataset": self.dataset.name,
+            "client_names": client_names(self.experiment, self.dataset, self.indices),
             "classes": list(self.dataset.classes),
             "several": self.dataset.multi_label,
             "mean": list(self.dataset.mean),
@@ -221,10 +247,8 @@ class ExperimentSetup:
 
     def _set_up_data(self, objects: UserObjects, remote: RemoteClients | None) -> None:
         """Load the data set, split it among clients, and copy it to the device."""
+        dataset = self._load_data(objects)
         experiment = self.experiment
-        dataset = objects.data if objects.data is not None else objects.preloaded
-        if dataset is None:
-            dataset = registry.load(experiment.dataset, experiment.data_dir or None)
         if remote is None or remote.indices is None:
             self.indices = split_dataset(experiment, dataset)
         else:
@@ -252,6 +276,14 @@ class ExperimentSetup:
         )
         self._check_evaluation(remote)
 
+    def _load_data(self, objects: UserObjects) -> Dataset:
+        """Return the data set, and complete the experiment with what it implies."""
+        dataset = objects.preloaded
+        if dataset is None:
+            dataset = load_data(self.experiment, objects)
+        self.experiment = resolve_clients(self.experiment, dataset)
+        return dataset
+
     def _split_local_tests(self, original: Dataset) -> LocalTests | None:
         """Hold out each client's test examples, or find those that the data set gives it.
 
@@ -259,7 +291,7 @@ class ExperimentSetup:
             original: The data set before shifts and label noise.
         """
         experiment = self.experiment
-        seed = _partition_seed(experiment)
+        seed = partition_seed(experiment)
         if not experiment.evaluate_test:
             return None
         if experiment.local_test:
@@ -445,66 +477,6 @@ class ExperimentSetup:
         return digest.hexdigest()[:16]
 
 
-def split_dataset(experiment: Experiment, dataset: Dataset) -> list[Tensor]:
-    """Split the training examples among clients.
-
-    Args:
-        experiment: Names the partition.
-        dataset: The data set, with `indices` if the partition is "given".
-
-    Returns:
-        Indices of training examples, one tensor per client.
-
-    Raises:
-        ConfigError: If the partition is "given" but the data set has no indices.
-    """
-    if experiment.partition == "given":
-        if dataset.indices is None:
-            raise ConfigError(
-                [
-                    "partition 'given' needs your own data with `indices` per client: choose "
-                    "another partition."
-                ]
-            )
-        return list(dataset.indices)
-    users = None if dataset.users is None else dataset.users.numpy()
-    parts = schemes.make_partition(
-        experiment.partition,
-        dataset.train_y.numpy(),
-        users,
-        experiment.partition_config,
-        _partition_seed(experiment),
-    )
-    return [torch.from_numpy(part) for part in parts]
-
-
-def apply_shifts(experiment: Experiment, dataset: Dataset, indices: list[Tensor]) -> Dataset:
-    """Shift the clients' inputs and corrupt labels, if the experiment says so.
-
-    Args:
-        experiment: Names the shift and the label noise.
-        dataset: The data set.
-        indices: Training examples of each client.
-
-    Returns:
-        The data set as the clients have it.
-    """
-    return shifts.apply_shift(
-        dataset,
-        indices,
-        experiment.shift,
-        experiment.shift_strength,
-        experiment.label_noise,
-        _partition_seed(experiment),
-    )
-
-
-def _partition_seed(experiment: Experiment) -> int:
-    if experiment.partition_seed < 0:
-        return experiment.seed
-    return experiment.partition_seed
-
-
 def make_schedule(experiment: Experiment, sizes: list[int]) -> Schedule:
     """Create the schedule of an experiment.
 
@@ -656,6 +628,10 @@ def check_ready(experiment: Experiment) -> list[str]:
             registry.load(experiment.dataset, data_dir)
         except DataError as error:
             faults.append(str(error))
+    if fault := locations.missing_location(experiment.dataset):
+        faults.append(fault)
+    if experiment.indices and not Path(experiment.indices).expanduser().is_file():
+        faults.append(f"there is no file {experiment.indices}: change --indices.")
     return faults
 
 
@@ -681,8 +657,16 @@ def check_seeds(model: Network | None, seeds: Iterable[int]) -> None:
         )
 
 
-def _check_objects(experiment: Experiment, objects: UserObjects) -> None:
-    """Refuse experiments whose code, data or network is not available."""
+def check_objects(experiment: Experiment, objects: UserObjects) -> None:
+    """Refuse experiments whose code, data or network is not available.
+
+    Args:
+        experiment: The experiment.
+        objects: Objects of the user.
+
+    Raises:
+        ConfigError: If something is missing.
+    """
     if faults := check_runnable(experiment):
         raise ConfigError(faults)
     lacks_data = objects.data is None and experiment.dataset == "custom"
@@ -690,7 +674,8 @@ def _check_objects(experiment: Experiment, objects: UserObjects) -> None:
     if lacks_data or lacks_model:
         raise ConfigError(
             [
-                "this run uses your own data or network: continue it from Python with "
+                "this run uses your own data or network: name them again, --dataset "
+                "MODULE:FUNCTION or --model FILE.py:NAME, or continue it from Python with "
                 "fedcog.run(..., resume=True)."
             ]
         )

@@ -12,13 +12,14 @@ from torch import nn
 
 from fedcog.core.errors import Interrupted
 from fedcog.core.settings import ConfigError
-from fedcog.data import DataError, Dataset, PartitionError, registry
+from fedcog.data import DataError, Dataset, PartitionError
 from fedcog.federation.backend import Diverged
 from fedcog.models.checks import ModelError
 from fedcog.models.initialization import Network
 from fedcog.runs.config.composition import algorithm_name
 from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.environment import find_device, torch_settings
+from fedcog.runs.experiment_data import data_settings, read_dataset
 from fedcog.runs.records.checkpoint import LARGE_CHECKPOINT_BYTES
 from fedcog.runs.records.provenance import provenance
 from fedcog.runs.records.recorded_run import Run, read
@@ -109,7 +110,7 @@ class JobQueue:
     planned: Sequence[Job] | None = None
     _deadline: Deadline | None = field(init=False, default=None)
     _requested: list[Job] = field(init=False, default_factory=list)
-    _loaded: tuple[str, Dataset] | None = field(init=False, default=None)
+    _loaded: tuple[tuple[int | str, ...], Dataset] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         """Start the clock."""
@@ -293,9 +294,9 @@ class JobQueue:
 
     def _load(self, experiment: Experiment) -> Dataset:
         """Load the data set, once for consecutive jobs on the same one."""
-        if self._loaded is None or self._loaded[0] != experiment.dataset:
-            dataset = registry.load(experiment.dataset, experiment.data_dir or None)
-            self._loaded = (experiment.dataset, dataset)
+        key = data_settings(experiment)
+        if self._loaded is None or self._loaded[0] != key:
+            self._loaded = (key, read_dataset(experiment))
         return self._loaded[1]
 
     def _round_finished(self, experiment: Experiment, line: dict[str, object]) -> None:

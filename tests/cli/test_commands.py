@@ -172,7 +172,7 @@ def test_all_configuration_errors_are_reported_at_once(capsys: pytest.CaptureFix
         ("run --clients 400 --min-examples 10", "lower --clients or --min-examples"),
         ("run --model cnn", "too small"),
         ("run --partition natural", "needs the user of each example"),
-        ("run --partition given", "needs your own data with `indices` per client"),
+        ("run --partition given", "name a file with --indices"),
         ("report nowhere", "there is no run in or below nowhere"),
         ("data get mnist", "invalid choice: 'mnist'"),
         ("data get cifar100 --data-dir /proc/nowhere", "cannot be written"),

@@ -121,7 +121,8 @@ def test_client_app_can_be_pickled_by_ray() -> None:
         (["--secure-aggregation", "--clients", "2"], "needs 3 to"),
         (["--clients", "1001"], "at most 1000"),
         (["--classes", "a,a", "--weights", "uniform", "--test-data", "x"], "each once"),
-        (["--test-data", "x"], "need both"),
+        (["--test-data", "x"], "are for nodes with their own data: add --classes"),
+        (["--dataset", "./photos"], "is a location on this machine"),
     ],
 )
 def test_init_refuses_settings_that_cannot_start(

@@ -126,6 +126,8 @@ def test_data_imports_only_rng_image_ops_and_a_few_libraries() -> None:
     allowed = {
         "fedcog.core",
         "fedcog.core.rng",
+        "fedcog.core.settings",
+        "fedcog.core.user_modules",
         "fedcog.models.ops",
         "fedcog.models.ops.augmentation",
     }

@@ -105,7 +105,10 @@ class Dropouts(nn.Module):
         x = self.branch(self.channels(torch.relu(self.stem(x))))
         tokens = x.flatten(2).mT
         tokens = tokens + self.attention(tokens, tokens, tokens, need_weights=False)[0]
-        logits: Tensor = self.head(self.values(self.alpha(self.norm(tokens.flatten(1)))))
+        normalized = self.norm(
+            torch.tanh(tokens).flatten(1)
+        )  # a bias before it would have no effect
+        logits: Tensor = self.head(self.values(self.alpha(normalized)))
         return logits
 
 

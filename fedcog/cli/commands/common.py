@@ -12,9 +12,11 @@ from fedcog.cli.progress import DownloadProgress
 from fedcog.core.errors import Interrupted
 from fedcog.core.settings import ConfigError
 from fedcog.data import DATASETS, registry
+from fedcog.data.sources.locations import location_kind
 from fedcog.runs.config.composition import algorithm_name
 from fedcog.runs.config.experiment import Experiment, read_experiment
 from fedcog.runs.environment import torch_settings
+from fedcog.runs.experiment_data import resolve_before_loading
 from fedcog.runs.records.recorded_run import Run
 from fedcog.runs.setup import check_ready
 
@@ -49,13 +51,13 @@ def ready_experiment(
             if isinstance(values.get(key), str)
         }
         more: list[str] = []
-        if str(values.get("dataset", "digits")) in DATASETS:
+        if location_kind(str(values.get("dataset", "digits"))) in ("name", "folder", "file"):
             more = check_ready(Experiment(**texts))
         raise ConfigError(error.faults + more) from None
     if not_ready := check_ready(experiment):
         raise ConfigError(not_ready)
     prepare_dataset(experiment)
-    return experiment
+    return resolve_before_loading(experiment)
 
 
 def not_ready_faults(experiments: Sequence[Experiment]) -> list[str]:

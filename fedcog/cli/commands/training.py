@@ -25,11 +25,13 @@ from fedcog.core.errors import Interrupted
 from fedcog.core.settings import ConfigError
 from fedcog.core.toml import read_toml
 from fedcog.data.datasets import DataWarning
+from fedcog.data.sources.locations import short_name
 from fedcog.federation import torchrun
 from fedcog.federation.backend import Diverged
 from fedcog.runs.compare import plan_runs
 from fedcog.runs.config.device_config import without_algorithms
 from fedcog.runs.config.experiment import Experiment, read_experiment
+from fedcog.runs.experiment_data import resolve_before_loading
 from fedcog.runs.records.run_directory import RunDirectory, check_writable
 from fedcog.runs.runner import RunOptions, default_directory
 from fedcog.runs.setup import UserObjects, check_runnable
@@ -114,7 +116,7 @@ def compare_command(options: argparse.Namespace, rest: list[str]) -> int:
         raise ConfigError(faults)
     trackers = _trackers(options)
     prepare_dataset(experiments[0])
-    out = Path(options.out or Path("runs") / f"compare-{experiments[0].dataset}")
+    out = Path(options.out or Path("runs") / f"compare-{short_name(experiments[0].dataset)}")
     planned = plan_runs(out, experiments, seeds)
     num_rounds = sum(experiment.rounds for experiment, _ in planned)
     num_done = sum(RunDirectory(path).checkpoint_round() for _, path in planned)
@@ -177,7 +179,7 @@ def sweep_command(options: argparse.Namespace, rest: list[str]) -> int:
     if not_ready := not_ready_faults(experiments):
         raise ConfigError(not_ready)
     prepare_dataset(experiments[0])
-    out = Path(options.out or Path("runs") / f"sweep-{experiments[0].dataset}")
+    out = Path(options.out or Path("runs") / f"sweep-{short_name(experiments[0].dataset)}")
     check_writable(out, "--out")
     num_done = plan.total_rounds - sweep.Sweep(plan, out).rounds_left()
     with RunProgress(plan.total_rounds, num_done, options.style, tuple(plan.space)) as progress:
@@ -207,7 +209,8 @@ def _experiments(
         if isinstance(devices := values.get("devices"), str):
             own_values["devices"] = without_algorithms(devices, all_parts - own_parts)
         try:
-            experiments.append(read_experiment(own_values, known=options.known))
+            experiment = read_experiment(own_values, known=options.known)
+            experiments.append(resolve_before_loading(experiment))
         except ConfigError as error:
             new_faults |= dict.fromkeys(error.faults)
     faults += new_faults

@@ -14,8 +14,14 @@ from fedcog.core.tasks import make_task
 from fedcog.data import registry
 from fedcog.deploy import project
 from fedcog.runs.config.experiment import read_experiment
+from fedcog.runs.experiment_data import (
+    apply_shifts,
+    client_names,
+    read_dataset,
+    resolve_clients,
+    split_dataset,
+)
 from fedcog.runs.records.run_directory import write_file
-from fedcog.runs.setup import apply_shifts, split_dataset
 from fedcog.studies.catalog import describe_algorithms, markdown, settings_markdown
 
 
@@ -56,13 +62,15 @@ def partition_command(options: argparse.Namespace, rest: list[str]) -> int:
     """
     values, faults = flags.read_values(options, rest)
     experiment = ready_experiment(values, faults, options.known)
-    dataset = registry.load(experiment.dataset, experiment.data_dir or None)
+    dataset = read_dataset(experiment)
+    experiment = resolve_clients(experiment, dataset)
     indices = split_dataset(experiment, dataset)
+    names = client_names(experiment, dataset, indices)
     dataset = apply_shifts(experiment, dataset, indices)
     task = make_task(len(dataset.classes), dataset.multi_label)
     counts = torch.stack([task.class_counts(dataset.train_y[own]) for own in indices])
     noun = "labels" if dataset.multi_label else "examples"
-    output.print_partition(counts, dataset.classes, noun)
+    output.print_partition(counts, dataset.classes, noun, names)
     used = {index for own in indices for index in own.tolist()}
     if num_unused := len(dataset.train_y) - len(used):
         print_note(f"{num_unused} of the {len(dataset.train_y)} training examples are not used.")
@@ -98,7 +106,7 @@ def deploy_command(options: argparse.Namespace, rest: list[str]) -> int:
         shape=options.input_shape or "",
     )
     print_result(
-        f"a federation of {experiment.clients} nodes: {folder / 'README.md'}", options.style
+        f"a federation of {experiment.num_clients} nodes: {folder / 'README.md'}", options.style
     )
     return 0
 

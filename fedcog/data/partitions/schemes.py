@@ -207,6 +207,95 @@ def quantity(examples: Examples, config: PartitionConfig, seed: int) -> list[Ind
     return np.split(generator.permutation(num_examples), ends[:-1])
 
 
+def published(examples: Examples, config: PartitionConfig, seed: int) -> list[Indices]:
+    """The FedCOG authors' own draw of NIID-1, as in their code: Dir(beta), seed by seed.
+
+    One stream of numpy's legacy generator serves all passes. In a pass, each class is shuffled and
+    divided by proportions ~ Dir(beta), without the clients that had their even share before. Passes
+    are repeated until every client has enough examples.
+
+    Args:
+        examples: Labels of the training examples.
+        config: Reads `clients`, `beta` and `min_examples`.
+        seed: The seed of the stream, below 2**32.
+
+    Returns:
+        The examples of each client.
+
+    Raises:
+        PartitionError: If the seed is too large, or every pass leaves some client with too few
+            examples.
+    """
+    if seed >= 2**32:
+        raise PartitionError(
+            f"published uses numpy's legacy generator, whose seeds end at 2^32 - 1, not {seed}: "
+            "lower --partition-seed."
+        )
+    labels = examples.labels
+    stream = np.random.RandomState(seed)
+
+    def draw(_: np.random.Generator) -> list[Indices]:
+        parts: list[list[Indices]] = [[] for _ in range(config.clients)]
+        sizes = np.zeros(config.clients, dtype=np.int64)
+        for label in range(int(labels.max()) + 1):
+            members = np.flatnonzero(labels == label)
+            stream.shuffle(members)
+            proportions = stream.dirichlet(np.repeat(config.beta, config.clients))
+            proportions = proportions * (sizes < len(labels) / config.clients)
+            total = proportions.sum()
+            cuts = np.zeros(config.clients - 1, dtype=np.int64)
+            if total > 0:  # else their code gives the whole class to the last client
+                cuts = (np.cumsum(proportions / total) * len(members)).astype(np.int64)[:-1]
+            for client, part in enumerate(np.split(members, cuts)):
+                parts[client].append(part)
+                sizes[client] += len(part)
+        return [np.concatenate(part) for part in parts]
+
+    return _draw_until_enough(draw, config, seed, f"published with beta {config.beta:g}")
+
+
+def published_label_skew(examples: Examples, config: PartitionConfig, seed: int) -> list[Indices]:
+    """The FedCOG authors' own NIID-2, as in their code: groups of classes, in file order.
+
+    Client k takes group k modulo the number of groups. Each class is cut into equal runs, one for
+    each client of its group; a remainder is not used. Nothing is random.
+
+    Args:
+        examples: Labels of the training examples.
+        config: Reads `clients`, `classes_per_client` and `min_examples`.
+        seed: Ignored.
+
+    Returns:
+        The examples of each client.
+
+    Raises:
+        PartitionError: If classes or clients cannot be divided evenly, or a client has too few
+            examples.
+    """
+    groups = _class_groups(examples.labels, config, "published-label-skew")
+    if len(groups[-1]) < len(groups[0]) or config.clients % len(groups):
+        raise PartitionError(
+            f"published-label-skew needs groups of equal size and as many clients for each: "
+            f"{int(examples.labels.max()) + 1} classes in groups of {config.classes_per_client}, "
+            f"and {config.clients} clients, do not divide evenly. Change --classes-per-client or "
+            f"--clients, or choose --partition label-skew."
+        )
+    holders = config.clients // len(groups)
+    client_indices = []
+    for client in range(config.clients):
+        group = groups[client % len(groups)]
+        turn = client // len(groups)
+        runs = []
+        for label in group:
+            members = np.flatnonzero(examples.labels == label)
+            length = len(members) // holders
+            runs.append(members[turn * length : (turn + 1) * length])
+        client_indices.append(np.concatenate(runs))
+    remedy = "lower --clients or --min-examples"
+    check_sizes(client_indices, config, "published-label-skew", remedy)
+    return client_indices
+
+
 def natural(examples: Examples, config: PartitionConfig, seed: int) -> list[Indices]:
     """Make each user of the data set a client; surplus users are left out at random.
 
@@ -267,6 +356,15 @@ PARTITIONS: dict[str, Partition] = {
     ),
     "quantity": Partition(quantity, "--beta --min-examples", describe=_describe_beta),
     "natural": Partition(natural, "--min-examples", by_user=True),
+    "published": Partition(
+        published, "--beta --min-examples", by_label=True, describe=_describe_beta
+    ),
+    "published-label-skew": Partition(
+        published_label_skew,
+        "--classes-per-client --min-examples",
+        by_label=True,
+        describe=_describe_classes,
+    ),
 }
 """The partitions of this package, by name."""
 

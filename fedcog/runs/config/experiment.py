@@ -17,6 +17,7 @@ from fedcog.core.toml import to_toml_key, to_toml_value
 from fedcog.data.partitions import flwr_partitions, schemes
 from fedcog.data.partitions.base import PartitionConfig
 from fedcog.data.shifts import Shift
+from fedcog.data.sources import locations
 from fedcog.federation.device_types import DeviceType
 from fedcog.models.zoo import MODELS
 from fedcog.runs.config.composition import (
@@ -32,8 +33,12 @@ from fedcog.runs.config.device_config import read_device_types
 if TYPE_CHECKING:
     PartitionName = str
 else:
-    PartitionName = Literal[(*schemes.PARTITIONS, "given", *schemes.FLWR_PARTITIONS)]
+    PartitionName = Literal[("auto", *schemes.PARTITIONS, "given", *schemes.FLWR_PARTITIONS)]
 """Names of partitions: those of the tables, and 'given' for the data set's own `indices`."""
+
+DEFAULT_CLIENTS = 10
+DEFAULT_PARTITION = "dirichlet"
+"""What `clients = 0` and `partition = "auto"` mean for a data set without users and indices."""
 
 
 @dataclass(frozen=True)
@@ -59,16 +64,48 @@ class Experiment:
 
     algorithm: Algorithm = dataclasses.field(default_factory=Algorithm)
 
-    dataset: str = setting("digits", "data set: see `fedcog list`")
+    dataset: str = setting(
+        "digits",
+        "data set: a name of `fedcog list data`, a folder of images, a .npz file, or hub:NAME",
+    )
     data_dir: str = setting(
         "",
         "folder with the data sets; default: $FEDCOG_DATA, else ~/.cache/fedcog",
         identity=False,
     )
-    partition: PartitionName = setting(
-        "dirichlet", "how the training set is split among clients; see `fedcog list partitions`"
+    image_size: int = setting(
+        0,
+        "side in pixels to which images are resized on reading; 0: as they are",
+        ">= 0",
+        "<= 4096",
+        identity="if set",
     )
-    clients: int = setting(10, "number of clients", ">= 1")
+    subset: int = setting(
+        0,
+        "number of training examples to use, and of test examples at most; 0: all",
+        ">= 0",
+        identity="if set",
+    )
+    input_column: str = setting(
+        "", "hub: column of inputs; default: found by its type", identity="if set"
+    )
+    label_column: str = setting(
+        "", "hub: column of labels; default: found by its type", identity="if set"
+    )
+    user_column: str = setting(
+        "", "hub: column of users, each of whom becomes a client", identity="if set"
+    )
+    partition: PartitionName = setting(
+        "auto",
+        "how the training set is split among clients; see `fedcog list partitions`; auto: natural "
+        "if the data set has users, given if it has indices, else dirichlet",
+    )
+    indices: str = setting(
+        "", "given: .json or .npz file with the training examples of each client", identity=False
+    )
+    clients: int = setting(
+        0, "number of clients; 0: all users, as many as there are indices, else 10", ">= 0"
+    )
     beta: float = setting(
         0.1,
         "dirichlet, quantity, label-quantity: concentration; smaller is more heterogeneous",
@@ -222,8 +259,7 @@ class Experiment:
         faults += algorithm_faults
         if not algorithm_faults:
             faults += self._combination_faults()
-        if self.dataset != "custom" and self.dataset not in data.DATASETS:
-            faults.append(settings.unknown_name("data set", self.dataset, data.DATASETS))
+        faults += self._data_faults()
         if self.model not in ("auto", "custom", *MODELS):
             faults.append(settings.unknown_name("model", self.model, ["auto", *MODELS]))
         if not faults and not any(layer.is_recorded for layer in self.algorithm.layers):
@@ -237,10 +273,15 @@ class Experiment:
         return self._read_devices()[0]
 
     @property
+    def num_clients(self) -> int:
+        """The number of clients; the default if it depends on data that are not loaded yet."""
+        return self.clients or DEFAULT_CLIENTS
+
+    @property
     def partition_config(self) -> PartitionConfig:
         """The settings of the partition."""
         return PartitionConfig(
-            clients=self.clients,
+            clients=self.num_clients,
             beta=self.beta,
             balance=self.balance,
             classes_per_client=self.classes_per_client,
@@ -262,7 +303,14 @@ class Experiment:
     def identifying_settings(self) -> dict[str, Any]:
         """Return the settings that decide the results; an algorithm's are in its own table."""
         ignored = free_settings() | self._unset_settings()
-        return {name: value for name, value in self.to_dict().items() if name not in ignored}
+        values = {name: value for name, value in self.to_dict().items() if name not in ignored}
+        if self.partition == "auto":
+            values["partition"] = DEFAULT_PARTITION
+        values["clients"] = self.num_clients
+        kind = locations.location_kind(self.dataset)
+        if kind in ("folder", "file"):  # data may move: a fingerprint says whether it is the same
+            values["dataset"] = f"{kind}:{locations.short_name(self.dataset)}"
+        return values
 
     def _unset_settings(self) -> set[str]:
         """Return the settings that decide the results only if set, and have their default."""
@@ -300,6 +348,30 @@ class Experiment:
 
     def _own_values(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in settings.settings(Experiment)}
+
+    def _data_faults(self) -> Iterator[str]:
+        """Check the data set's name or location, and settings that only some partitions use."""
+        text = str(self.dataset)
+        kind = locations.location_kind(text)
+        if kind == "code":
+            yield (
+                f"dataset '{text}' names code, which is run only if you name it on the command "
+                f"line, --dataset {text}, or call it in Python: fedcog.run(experiment, "
+                "data=fedcog.load_dataset(...))."
+            )
+        elif kind == "unknown" and text != "custom":
+            known = settings.unknown_name("data set", text, data.DATASETS)
+            yield f"{known} Or give {locations.FORMS}."
+        columns = (self.input_column, self.label_column, self.user_column)
+        if any(columns) and kind != "hub":
+            yield (
+                "input_column, label_column and user_column are for data sets of the hub: set "
+                "--dataset hub:NAME, or remove them."
+            )
+        if self.indices and self.partition not in ("auto", "given"):
+            yield f"indices are for --partition given, not {self.partition}: remove one of them."
+        if self.indices and self.subset:
+            yield "indices number all training examples: remove --subset."
 
     def _algorithm_faults(self) -> Iterator[str]:
         """Check that every layer is an algorithm with valid settings."""
@@ -385,7 +457,7 @@ class Experiment:
         """Parse the device types and check their generators."""
         device_types, faults = read_device_types(
             self.devices,
-            self.clients,
+            self.num_clients,
             named_layers(self.algorithm),
             settings.settings(Experiment),
         )

@@ -1,19 +1,17 @@
 """The user's own code: algorithms named on the command line as FILE.py:Class, and their source."""
 
 import contextlib
-import importlib.util
 import inspect
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import ModuleType
 
 from torch import nn
 
 from fedcog.algorithms import ALGORITHMS, Algorithm
 from fedcog.core import settings
 from fedcog.core.settings import ConfigError
+from fedcog.core.user_modules import load_file
 from fedcog.models.initialization import Network
 from fedcog.runs.config.experiment import Experiment
 
@@ -72,7 +70,7 @@ def load_algorithm(path: Path, name: str) -> type[Algorithm]:
     Raises:
         ConfigError: If the file or the class is missing or invalid.
     """
-    module = _load_module(path)
+    module = load_file(path)
     cls = getattr(module, name, None)
     if not (inspect.isclass(cls) and issubclass(cls, Algorithm)):
         candidates = [
@@ -121,26 +119,3 @@ def describe_network(network: Network | None) -> str:
         return inspect.getsource(network)
     except (OSError, TypeError):  # defined in an interactive session
         return str(getattr(network, "__qualname__", type(network).__qualname__))
-
-
-def _load_module(path: Path) -> ModuleType:
-    """Execute a Python file once per process."""
-    module_name = f"fedcog_own_{re.sub(r'[^0-9A-Za-z_]', '_', str(path.resolve()))}"
-    if module_name in sys.modules:
-        return sys.modules[module_name]
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise ConfigError([f"there is no file {path}: write FILE.py:Class."])
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses look their module up
-    folder = str(path.resolve().parent)
-    sys.path.insert(0, folder)  # as for a script, which may import its neighbors, also later
-    try:
-        spec.loader.exec_module(module)
-    except BaseException as error:
-        del sys.modules[module_name]
-        sys.path.remove(folder)
-        if not isinstance(error, Exception | SystemExit):
-            raise
-        raise ConfigError([f"{path} failed: {type(error).__name__}: {error}."]) from error
-    return module

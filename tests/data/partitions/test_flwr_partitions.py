@@ -57,7 +57,8 @@ ARGUMENTS = {
 
 
 def test_every_partition_name_is_a_setting() -> None:
-    assert set(get_args(experiment.PartitionName)) == {*PARTITIONS, "given", *FLWR_PARTITIONS}
+    names = {"auto", *PARTITIONS, "given", *FLWR_PARTITIONS}
+    assert set(get_args(experiment.PartitionName)) == names
     assert tuple(FLWR_PARTITIONS) == tuple(PARTITIONER_ARGUMENTS)
 
 

@@ -24,13 +24,15 @@ USERS = np.arange(2000) % 37
 def test_shares_are_disjoint_large_enough_and_reproducible(
     kind: str, clients: int, beta: float, balance: bool, seed: int
 ) -> None:
+    if kind == "published-label-skew":  # its five groups need as many clients each
+        clients = 5 * (clients // 5)
     config = PartitionConfig(clients, beta, balance, min_examples=3)
     shares = make_partition(kind, LABELS, USERS, config, seed)
     assigned = np.concatenate(shares)
     assert len(shares) == clients
     assert len(np.unique(assigned)) == len(assigned)
     assert min(len(share) for share in shares) >= 3
-    if kind != "natural":
+    if kind not in ("natural", "published-label-skew"):
         assert len(assigned) == len(LABELS), "every example has an owner"
     repeated = make_partition(kind, LABELS, USERS, config, seed)
     assert all(np.array_equal(a, b) for a, b in zip(shares, repeated, strict=True))
@@ -140,3 +142,67 @@ def test_impossible_partition_error_names_the_setting(
 def test_natural_without_users_is_refused() -> None:
     with pytest.raises(PartitionError, match="needs the user of each example"):
         make_partition("natural", LABELS, None, PartitionConfig(3), 0)
+
+
+def authors_draw(labels: list[int], clients: int, beta: float, seed: int) -> list[list[int]]:
+    """NIID-1 as the authors' code draws it, in plain lists."""
+    np.random.seed(seed)
+    smallest = 0
+    while smallest < 10:
+        held: list[list[int]] = [[] for _ in range(clients)]
+        for label in range(max(labels) + 1):
+            members = np.array([i for i, one in enumerate(labels) if one == label])
+            np.random.shuffle(members)
+            shares = np.random.dirichlet(np.repeat(beta, clients))
+            shares = np.array(
+                [
+                    share * (len(own) < len(labels) / clients)
+                    for share, own in zip(shares, held, strict=True)
+                ]
+            )
+            shares = shares / shares.sum()
+            ends = [int(end * len(members)) for end in np.cumsum(shares)][:-1]
+            for client, (start, end) in enumerate(
+                zip([0, *ends], [*ends, len(members)], strict=True)
+            ):
+                held[client] += members[start:end].tolist()
+        smallest = min(len(own) for own in held)
+    return held
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+def test_published_is_the_authors_draw(seed: int) -> None:
+    labels = np.random.default_rng(5).integers(0, 10, 3000)
+    state = np.random.get_state()
+    expected = authors_draw(labels.tolist(), 10, 0.1, seed)
+    np.random.set_state(state)
+    shares = make_partition("published", labels, None, PartitionConfig(10, 0.1), seed)
+    assert [share.tolist() for share in shares] == [sorted(own) for own in expected]
+
+
+def test_published_goes_on_in_the_same_stream_if_a_client_lacks_examples() -> None:
+    labels = np.arange(400) % 10
+    state = np.random.get_state()
+    expected = authors_draw(labels.tolist(), 10, 0.3, 0)
+    np.random.set_state(state)
+    shares = make_partition("published", labels, None, PartitionConfig(10, 0.3), 0)
+    assert [share.tolist() for share in shares] == [sorted(own) for own in expected]
+    with pytest.raises(PartitionError, match="in all 1000 draws"):
+        make_partition("published", labels, None, PartitionConfig(30, 0.01, min_examples=13), 0)
+    with pytest.raises(PartitionError, match="seeds end at"):
+        make_partition("published", labels, None, PartitionConfig(10), 2**32)
+
+
+def test_published_label_skew_cuts_classes_in_file_order() -> None:
+    labels = np.array([0, 1, 2, 3] * 7)
+    config = PartitionConfig(6, classes_per_client=2, min_examples=1)
+    with pytest.raises(PartitionError, match="do not divide evenly"):
+        make_partition("published-label-skew", labels, None, PartitionConfig(5, min_examples=1), 0)
+    shares = make_partition("published-label-skew", labels, None, config, 0)
+    # 7 examples of a class over 3 clients: runs of 2, and the last example is not used.
+    assert shares[0].tolist() == [0, 1, 4, 5]
+    assert shares[1].tolist() == [2, 3, 6, 7]
+    assert shares[2].tolist() == [8, 9, 12, 13]
+    assert shares[4].tolist() == [16, 17, 20, 21]
+    again = make_partition("published-label-skew", labels, None, config, 1)
+    assert all(np.array_equal(a, b) for a, b in zip(shares, again, strict=True))

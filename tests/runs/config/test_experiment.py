@@ -84,7 +84,7 @@ def test_all_faults_are_reported_at_once() -> None:
         "rounds needs an integer >= 1, not 0.",
         "lr needs a number > 0, not 'fast'.",
         "participation needs a number > 0 and <= 1, not 1.5.",
-        "partition needs one of iid, dirichlet",
+        "partition needs one of auto, iid, dirichlet",
         "balance needs true or false, not 1.",
         "fedprox.mu needs a number >= 0, not -1.0.",
         "unknown setting 'fedprox.nu'",
@@ -124,8 +124,8 @@ def test_integers_are_accepted_as_floats() -> None:
 
 
 def test_experiment_constructor_validates_settings() -> None:
-    with pytest.raises(ConfigError, match="clients needs an integer >= 1, not 0"):
-        Experiment(clients=0)
+    with pytest.raises(ConfigError, match="clients needs an integer >= 0, not -1"):
+        Experiment(clients=-1)
     with pytest.raises(ConfigError, match=r"fedprox\.mu needs"):
         Experiment(algorithm=FedProx(mu=float("inf")))
 

@@ -1,0 +1,231 @@
+"""Data sets of the Hugging Face hub, of its cache, or saved to disk with `save_to_disk`."""
+
+import importlib.util
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fedcog.data.datasets import DataError, Dataset, from_arrays
+from fedcog.data.folders import MAX_TOTAL_BYTES, check_image, decoding_errors, to_pixels
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as PillowImage
+
+TEST_SPLITS = ("test", "validation", "valid", "val")
+"""Names of the split that tests; the first one that is there is used."""
+LABEL_NAMES = ("label", "labels", "y", "target", "class")
+"""Names of a column of labels, if none has the type ClassLabel."""
+BATCH_SIZE = 1000
+"""Number of rows read at a time."""
+
+
+class Columns(NamedTuple):
+    """The columns of a table that a data set is made from.
+
+    Attributes:
+        inputs: Column of images, or of lists of numbers.
+        labels: Column of labels.
+        users: Column of users; empty without.
+    """
+
+    inputs: str = ""
+    labels: str = ""
+    users: str = ""
+
+
+def read_hub(name: str, columns: Columns, image_size: int = 0) -> Dataset:
+    """Read a data set through Hugging Face `datasets`.
+
+    Args:
+        name: `OWNER/NAME` or `OWNER/NAME:CONFIGURATION` on the hub, which is downloaded or read
+            from the cache; or a folder that `save_to_disk` wrote.
+        columns: The columns to use; those without a name are found by type.
+        image_size: Side in pixels to resize images to; 0 leaves them as they are.
+
+    Returns:
+        The data set, with users if their column is given.
+
+    Raises:
+        DataError: If `datasets` is not installed, the data set cannot be found, or its columns do
+            not hold inputs and labels.
+    """
+    if importlib.util.find_spec("datasets") is None:
+        raise DataError(f"hub:{name} needs Hugging Face datasets: pip install 'fedcog[hub]'.")
+    splits = _open_splits(name)
+    train = splits["train"]
+    chosen = _choose_columns(name, train, columns)
+    fields: dict[str, Any] = {"name": Path(name).name.partition(":")[0]}
+    classes = getattr(train.features[chosen.labels], "names", None)
+    if classes:
+        fields["classes"] = list(classes)
+    tables = [train]
+    test_name = next((split for split in TEST_SPLITS if split in splits), None)
+    if test_name is not None:
+        tables.append(splits[test_name])
+    inputs = _read_inputs(name, tables, chosen.inputs, image_size)
+    labels = [_read_labels(name, table[chosen.labels], chosen.labels) for table in tables]
+    if chosen.users:
+        fields["users"] = list(train[chosen.users])
+        if test_name is not None and chosen.users in splits[test_name].features:
+            fields["test_users"] = list(splits[test_name][chosen.users])
+    arguments = [part for pair in zip(inputs, labels, strict=True) for part in pair]
+    return from_arrays(*arguments, **fields)
+
+
+def _open_splits(name: str) -> dict[str, Any]:
+    """Open all splits of a data set; those of the hub are downloaded or found in the cache."""
+    import datasets
+
+    folder = Path(name).expanduser()
+    try:
+        if folder.is_dir():
+            opened = datasets.load_from_disk(str(folder))
+        else:
+            repository, _, configuration = name.partition(":")
+            opened = datasets.load_dataset(repository, configuration or None)
+    except Exception as error:
+        first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise DataError(
+            f"hub:{name} cannot be read ({first_line}). Give the name of a data set on the Hugging "
+            "Face hub, such as hub:ylecun/mnist, or a folder that save_to_disk wrote."
+        ) from error
+    if isinstance(opened, datasets.Dataset):
+        return {"train": opened}
+    if not isinstance(opened, datasets.DatasetDict) or "train" not in opened:
+        found = ", ".join(opened) if isinstance(opened, dict) else type(opened).__name__
+        raise DataError(f"hub:{name} has no split called train, but {found}.")
+    return dict(opened)
+
+
+def _choose_columns(name: str, table: Any, columns: Columns) -> Columns:
+    """Check the named columns, and find the others by type."""
+    features = table.features
+    given = {
+        "--input-column": columns.inputs,
+        "--label-column": columns.labels,
+        "--user-column": columns.users,
+    }
+    for flag, column in given.items():
+        if column and column not in features:
+            raise DataError(
+                f"hub:{name} has no column '{column}', but {', '.join(features)}: change {flag}."
+            )
+    taken = set(given.values())
+    free = {key: value for key, value in features.items() if key not in taken}
+    labels = columns.labels
+    if not labels:
+        typed = [key for key, value in free.items() if type(value).__name__ == "ClassLabel"]
+        named = [key for key in LABEL_NAMES if key in free]
+        labels = _only(name, "labels", "--label-column", typed or named[:1], features)
+    free.pop(labels, None)
+    inputs = columns.inputs
+    if not inputs:
+        images = [key for key, value in free.items() if type(value).__name__ == "Image"]
+        arrays = [key for key, value in free.items() if _is_array(value)]
+        inputs = _only(name, "inputs", "--input-column", images or arrays, features)
+    return Columns(inputs, labels, columns.users)
+
+
+def _only(name: str, role: str, flag: str, found: Sequence[str], features: Any) -> str:
+    if len(found) != 1:
+        count = f"{len(found)} columns that may be" if found else "no column of"
+        raise DataError(
+            f"hub:{name} has {count} {role} among {', '.join(features)}: name one with {flag}."
+        )
+    return found[0]
+
+
+def _is_array(feature: Any) -> bool:
+    """Return whether a column holds arrays or lists, of numbers as far as can be seen."""
+    kind = type(feature).__name__
+    inner = getattr(feature, "feature", None)
+    while inner is not None and hasattr(inner, "feature"):
+        inner = inner.feature
+    is_text = getattr(inner, "dtype", "") in ("string", "large_string")
+    return kind.startswith("Array") or (kind in ("List", "LargeList", "Sequence") and not is_text)
+
+
+def _read_inputs(name: str, tables: Sequence[Any], column: str, image_size: int) -> list[Tensor]:
+    """Read the inputs of all splits, in one format."""
+    if type(tables[0].features[column]).__name__ == "Image":
+        return _read_images(name, tables, column, image_size)
+    return [_read_numbers(name, table, column) for table in tables]
+
+
+def _read_numbers(name: str, table: Any, column: str) -> Tensor:
+    parts: list[npt.NDArray[Any]] = []
+    for batch in table.select_columns([column]).with_format("numpy").iter(BATCH_SIZE):
+        values = np.asarray(batch[column])
+        if values.dtype.kind not in "uifb" or (parts and values.shape[1:] != parts[0].shape[1:]):
+            raise DataError(
+                f"column '{column}' of hub:{name} holds no arrays of numbers of one shape: turn "
+                "text into lists of token numbers of one length, and save the result with "
+                "save_to_disk."
+            )
+        parts.append(values)
+    return torch.from_numpy(np.concatenate(parts))
+
+
+def _read_images(name: str, tables: Sequence[Any], column: str, image_size: int) -> list[Tensor]:
+    """Decode the images of all splits."""
+    sizes: set[tuple[int, int]] = set()
+    modes: set[str] = set()
+    for table in tables:
+        for label, image in _images(name, table, column):
+            check_image(label, image)
+            sizes.add((image.height, image.width))
+            modes.add(image.mode)
+    if not image_size and len(sizes) > 1:
+        examples = " and ".join(f"{height}x{width}" for height, width in sorted(sizes)[:2])
+        raise DataError(
+            f"hub:{name} has images of {len(sizes)} sizes, such as {examples}: give a size to "
+            "resize to (--image-size)."
+        )
+    size = (image_size, image_size) if image_size else next(iter(sizes))
+    channels = 1 if modes <= {"1", "L"} else 3
+    num_images = sum(len(table) for table in tables)
+    if num_images * channels * size[0] * size[1] > MAX_TOTAL_BYTES:
+        raise DataError(
+            f"{num_images:,} images of {size[0]}x{size[1]} are more than {MAX_TOTAL_BYTES:,} "
+            "bytes: make them smaller with --image-size."
+        )
+    splits = []
+    for table in tables:
+        pixels = np.empty((len(table), channels, *size), np.uint8)
+        for index, (label, image) in enumerate(_images(name, table, column)):
+            try:
+                pixels[index] = to_pixels(image, channels, size)
+            except decoding_errors() as error:
+                raise DataError(f"{label} is not a readable image: {error}.") from error
+        splits.append(torch.from_numpy(pixels))
+    return splits
+
+
+def _images(name: str, table: Any, column: str) -> "Iterator[tuple[str, PillowImage]]":
+    """Open the images of a table one by one, with a name for messages. They are not decoded yet."""
+    import datasets
+    from PIL import Image
+
+    rows = table.select_columns([column]).cast_column(column, datasets.Image(decode=False))
+    for index, row in enumerate(rows):
+        label = f"image {index} of hub:{name}"
+        stored = row[column] or {}
+        try:
+            content = stored.get("bytes")
+            with Image.open(io.BytesIO(content) if content else stored.get("path", "")) as image:
+                yield label, image
+        except decoding_errors() as error:
+            raise DataError(f"{label} is not a readable image: {error}.") from error
+
+
+def _read_labels(name: str, values: Any, column: str) -> list[Any]:
+    labels = list(values)
+    if any(label is None for label in labels):
+        raise DataError(f"column '{column}' of hub:{name} lacks a label in some row: remove it.")
+    return labels

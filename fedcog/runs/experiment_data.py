@@ -1,0 +1,216 @@
+"""The data of an experiment: read, adapted, and split among clients."""
+
+import dataclasses
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedcog.core.settings import ConfigError
+from fedcog.data import DATASETS, Dataset, shifts
+from fedcog.data.datasets import DataWarning
+from fedcog.data.partitions import schemes
+from fedcog.data.partitions.base import PartitionConfig
+from fedcog.data.sources import locations
+from fedcog.data.sources.client_indices import read_client_indices
+from fedcog.runs.config.experiment import DEFAULT_CLIENTS, DEFAULT_PARTITION, Experiment
+
+DEFAULT_MIN_EXAMPLES = PartitionConfig(1).min_examples
+
+
+DATA_SETTINGS = (
+    "dataset",
+    "data_dir",
+    "image_size",
+    "subset",
+    "indices",
+    "input_column",
+    "label_column",
+    "user_column",
+)
+"""The settings that decide what `read_dataset` returns."""
+
+
+def data_settings(experiment: Experiment) -> tuple[int | str, ...]:
+    """Return the values of `DATA_SETTINGS`: experiments with equal ones share a data set."""
+    return tuple(getattr(experiment, name) for name in DATA_SETTINGS)
+
+
+def read_dataset(experiment: Experiment) -> Dataset:
+    """Read the data set that an experiment names.
+
+    Args:
+        experiment: Names the data set or its location, image size, subset and indices.
+
+    Returns:
+        The data set.
+
+    Raises:
+        DataError: If it is missing or damaged.
+    """
+    dataset = locations.load_dataset(
+        experiment.dataset,
+        experiment.data_dir or None,
+        image_size=experiment.image_size,
+        subset=experiment.subset,
+        input_column=experiment.input_column,
+        label_column=experiment.label_column,
+        user_column=experiment.user_column,
+    )
+    return _with_indices(dataset, experiment)
+
+
+def adapt_dataset(dataset: Dataset, experiment: Experiment) -> Dataset:
+    """Apply image size, subset and indices of an experiment to the user's own data set.
+
+    Args:
+        dataset: The data set.
+        experiment: Has the settings.
+
+    Returns:
+        The changed data set, or the same one if nothing changes.
+    """
+    options = locations.ReadOptions(experiment.image_size, experiment.subset)
+    return _with_indices(locations.adapt_dataset(dataset, options), experiment)
+
+
+def _with_indices(dataset: Dataset, experiment: Experiment) -> Dataset:
+    if not experiment.indices:
+        return dataset
+    path = Path(experiment.indices).expanduser()
+    return dataclasses.replace(dataset, indices=read_client_indices(path))
+
+
+def resolve_clients(experiment: Experiment, dataset: Dataset) -> Experiment:
+    """Return the experiment with the partition and the number of clients that the data set implies.
+
+    Args:
+        experiment: May say `partition = "auto"` and `clients = 0`.
+        dataset: The data set.
+
+    Returns:
+        The experiment as it is recorded.
+    """
+    partition = experiment.partition
+    if dataset.indices is not None:
+        partition = "given"
+    elif partition == "auto":
+        partition = DEFAULT_PARTITION if dataset.users is None else "natural"
+    changes: dict[str, Any] = {"partition": partition}
+    if partition == "given" and dataset.indices is not None:
+        changes["clients"] = len(dataset.indices)
+    elif not experiment.clients and partition == "natural" and dataset.users is not None:
+        sizes = np.unique(dataset.users.numpy(), return_counts=True)[1]
+        if experiment.min_examples == DEFAULT_MIN_EXAMPLES:  # all users, however few examples
+            changes["min_examples"] = min(DEFAULT_MIN_EXAMPLES, int(sizes.min()))
+        min_examples = int(changes.get("min_examples", experiment.min_examples))
+        changes["clients"] = max(1, int((sizes >= min_examples).sum()))
+    elif not experiment.clients:
+        changes["clients"] = DEFAULT_CLIENTS
+    if all(getattr(experiment, name) == value for name, value in changes.items()):
+        return experiment
+    return dataclasses.replace(experiment, **changes)
+
+
+def resolve_before_loading(experiment: Experiment) -> Experiment:
+    """Return what `resolve_clients` will, if that is known without the data; else the same.
+
+    Args:
+        experiment: May say `partition = "auto"` and `clients = 0`.
+    """
+    source = DATASETS.get(experiment.dataset)
+    if source is None or source.has_users or experiment.indices:
+        return experiment
+    partition = experiment.partition
+    if partition == "auto":
+        partition = DEFAULT_PARTITION
+    return dataclasses.replace(experiment, partition=partition, clients=experiment.num_clients)
+
+
+def client_names(experiment: Experiment, dataset: Dataset, indices: list[Tensor]) -> list[str]:
+    """Return the name of each client's user; empty if clients are no users, or have no names.
+
+    Args:
+        experiment: The experiment, with its partition.
+        dataset: The data set.
+        indices: Training examples of each client.
+    """
+    if experiment.partition != "natural" or dataset.users is None or not dataset.user_names:
+        return []
+    users = dataset.users
+    return [dataset.user_names[int(users[part[0]])] if len(part) else "" for part in indices]
+
+
+def split_dataset(experiment: Experiment, dataset: Dataset) -> list[Tensor]:
+    """Split the training examples among clients.
+
+    Args:
+        experiment: Names the partition.
+        dataset: The data set, with `indices` if the partition is "given".
+
+    Returns:
+        Indices of training examples, one tensor per client.
+
+    Raises:
+        ConfigError: If the partition is "given" but the data set has no indices.
+    """
+    experiment = resolve_clients(experiment, dataset)
+    if experiment.partition == "given":
+        if dataset.indices is None:
+            raise ConfigError(
+                [
+                    "partition 'given' needs the examples of each client: name a file with "
+                    "--indices, or give your own data with `indices`; or choose another partition."
+                ]
+            )
+        return list(dataset.indices)
+    users = None if dataset.users is None else dataset.users.numpy()
+    parts = schemes.make_partition(
+        experiment.partition,
+        dataset.train_y.numpy(),
+        users,
+        experiment.partition_config,
+        partition_seed(experiment),
+    )
+    if experiment.partition == "natural" and users is not None:
+        num_users = len(np.unique(users))
+        if num_users > len(parts):
+            warnings.warn(
+                f"{num_users - len(parts)} of {num_users} users are left out: --clients is "
+                f"{len(parts)} and --min-examples {experiment.min_examples}. Set --clients 0 for "
+                "all users.",
+                DataWarning,
+                stacklevel=2,
+            )
+    return [torch.from_numpy(part) for part in parts]
+
+
+def apply_shifts(experiment: Experiment, dataset: Dataset, indices: list[Tensor]) -> Dataset:
+    """Shift the clients' inputs and corrupt labels, if the experiment says so.
+
+    Args:
+        experiment: Names the shift and the label noise.
+        dataset: The data set.
+        indices: Training examples of each client.
+
+    Returns:
+        The data set as the clients have it.
+    """
+    return shifts.apply_shift(
+        dataset,
+        indices,
+        experiment.shift,
+        experiment.shift_strength,
+        experiment.label_noise,
+        partition_seed(experiment),
+    )
+
+
+def partition_seed(experiment: Experiment) -> int:
+    """Return the seed of partition, shifts and held-out test examples."""
+    if experiment.partition_seed < 0:
+        return experiment.seed
+    return experiment.partition_seed

@@ -13,6 +13,8 @@ from fedcog.runs.records.summary import Group, spread
 
 SUFFIXES = ("", "_mean", "_worst", "_deviation")
 """Suffixes of the scores on the clients' test examples, in the order of the table."""
+MAX_CLIENT_ROWS = 1000
+"""A table by client with more rows is left out."""
 
 
 def client_tests(groups: Sequence[Group]) -> str:
@@ -21,9 +23,7 @@ def client_tests(groups: Sequence[Group]) -> str:
     for each in groups:
         metric = each.runs[0].metric
         for model, prefix in (("global model", ""), ("personal models", "personal_")):
-            names = [
-                f"{prefix}{metric}{suffix}" for suffix in ("", "_mean", "_worst", "_deviation")
-            ]
+            names = [f"{prefix}{metric}{suffix}" for suffix in SUFFIXES]
             values = [each.local_test(name) for name in names]
             if values[0] is not None:
                 cells = [NO_VALUE if value is None else value.percent() for value in values]
@@ -47,7 +47,45 @@ def client_tests(groups: Sequence[Group]) -> str:
     ]
     plot = figures.curves_figure(curves, f"{label} (%)", percent=True)
     caption = "Mean over clients, on their own test examples; band ± one deviation over seeds."
-    return content + figure(plot, caption)
+    return content + figure(plot, caption) + _scores_by_client(groups)
+
+
+def _scores_by_client(groups: Sequence[Group]) -> str:
+    """The global model's score on every client's test examples, folded away."""
+    rows: dict[str, dict[str, list[float]]] = {}
+    for each in groups:
+        for run in each.runs:
+            scores = _last_client_scores(run)
+            about = run_values.federation(run)[1]
+            labels = run_values.client_labels(about, run.experiment.num_clients)
+            for client_id, score in scores.items():
+                label = labels[client_id] if client_id < len(labels) else str(client_id)
+                rows.setdefault(label, {}).setdefault(each.label, []).append(score)
+    if not rows or len(rows) > MAX_CLIENT_ROWS:
+        return ""
+    lines = "".join(
+        table_row(
+            label,
+            [
+                spread(scores[each.label]).percent() if each.label in scores else NO_VALUE
+                for each in groups
+            ],
+        )
+        for label, scores in rows.items()
+    )
+    head = table_head("client", *(f"{each.label} (%)" for each in groups))
+    return f"<details><summary>By client</summary>{table(head, lines)}</details>"
+
+
+def _last_client_scores(run: Run) -> dict[int, float]:
+    """Return the score of the global model by client, after the last evaluated round."""
+    for line in reversed(run.lines):
+        clients = (line.get("local_test") or {}).get("clients") or {}
+        scores = clients.get(run.metric)
+        if scores:
+            pairs = zip(clients["ids"], scores, strict=False)
+            return {client_id: score for client_id, score in pairs if score is not None}
+    return {}
 
 
 def _client_test_curves(groups: Sequence[Group], prefix: str) -> list[Curve]:

@@ -30,6 +30,7 @@ class Partition:
     counts: Tensor
     classes: list[str]
     noun: str
+    clients: list[str]
     runs: list[Run] = field(default_factory=list)
 
 
@@ -62,7 +63,7 @@ def partition(runs: Sequence[Run], federations: Sequence[FederationRecord]) -> s
             f"{'seeds' if len(seeds) > 1 else 'seed'} {join_words(seeds)}."
         )
         plot = partition_figure(each.counts, each.classes, each.noun)
-        drawn += figure(plot, caption, _counts_table(each.counts, each.classes))
+        drawn += figure(plot, caption, _counts_table(each))
     num_hidden = len(partitions) - MAX_PARTITIONS
     remark = ""
     if num_hidden > 0:
@@ -84,28 +85,29 @@ def _different_partitions(
         classes += [str(label) for label in range(len(classes), counts.shape[1])]
         noun = "labels" if about.get("several") else "examples"
         key = repr((counts.tolist(), classes))
-        partitions.setdefault(key, Partition(counts, classes, noun)).runs.append(run)
+        clients = run_values.client_labels(about, len(counts))
+        partitions.setdefault(key, Partition(counts, classes, noun, clients)).runs.append(run)
     return list(partitions.values())
 
 
-def _counts_table(counts: Tensor, classes: Sequence[str]) -> str:
+def _counts_table(partition: Partition) -> str:
     """The numbers behind the figure, folded away."""
+    counts = partition.counts
     if counts.numel() > MAX_TABLE_CELLS:
         return (
             f'<p class="note">A table of {counts.numel():,} numbers is left out; they are in '
             "federation.safetensors.</p>"
         )
-    head = "".join(
-        f'<th class="number" scope="col">{text(name)}</th>' for name in ("total", *classes)
-    )
+    columns = ("total", *partition.classes)
+    head = "".join(f'<th class="number" scope="col">{text(name)}</th>' for name in columns)
     rows = ""
-    for client, row in enumerate(counts.tolist()):
+    for client, row in zip(partition.clients, counts.tolist(), strict=True):
         cells = "".join(
             f'<td class="number">{count}</td>' if count else '<td class="number zero">0</td>'
             for count in row
         )
         total = f'<td class="number">{sum(row)}</td>'
-        rows += f'<tr><th scope="row">{client}</th>{total}{cells}</tr>'
+        rows += f'<tr><th scope="row">{text(client)}</th>{total}{cells}</tr>'
     return (
         '<details><summary>As a table</summary><div class="scroll counts" tabindex="0">'
         f'<table><thead><tr><th scope="col">client</th>{head}</tr></thead>'

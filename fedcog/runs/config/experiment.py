@@ -5,6 +5,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fedcog import data
@@ -101,7 +102,7 @@ class Experiment:
         "if the data set has users, given if it has indices, else dirichlet",
     )
     indices: str = setting(
-        "", "given: .json or .npz file with the training examples of each client", identity=False
+        "", "given: .json or .npz file with the training examples of each client", identity="if set"
     )
     clients: int = setting(
         0, "number of clients; 0: all users, as many as there are indices, else 10", ">= 0"
@@ -310,6 +311,8 @@ class Experiment:
         kind = locations.location_kind(self.dataset)
         if kind in ("folder", "file"):  # data may move: a fingerprint says whether it is the same
             values["dataset"] = f"{kind}:{locations.short_name(self.dataset)}"
+        if self.indices:
+            values["indices"] = Path(self.indices).name
         return values
 
     def _unset_settings(self) -> set[str]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fedcog.core.metrics import MetricFunctions
 from fedcog.data import Dataset
+from fedcog.data.client_batches import Augmentation
 from fedcog.federation import torchrun
 from fedcog.models.initialization import Network
 from fedcog.runs.compare import run_comparison
@@ -45,11 +46,14 @@ class ObjectKeywords(TypedDict, total=False):
         model: Your network: its class or a function without arguments, which starts from the
             experiment's seed, or an instance, whose weights are the start.
         generator: Your generator, for FedCOG(generator="custom").
+        augmentation: Your augmentation: a function of a batch of one client and a source of keyed
+            random numbers, which returns the changed batch.
     """
 
     data: Dataset | None
     model: Network | None
     generator: nn.Module | None
+    augmentation: Augmentation | None
 
 
 class LoopKeywords(ObjectKeywords, total=False):
@@ -107,7 +111,9 @@ def run(
         out: The run directory; runs/DATASET-ALGORITHM-SEED by default.
         **keywords: `data`, `model`, `generator`: your own objects instead of what the experiment
             names. `model` is a class or a function without arguments, which starts from the
-            experiment's seed, or an instance, whose weights are the start. `resume`: continue the
+            experiment's seed, or an instance, whose weights are the start. `augmentation`: a
+            function of (x, random) that returns the training examples of a batch changed; see
+            `docs/howto/augmentation.md`. `resume`: continue the
             run in the directory after its last checkpoint; a finished one is only read. `report`:
             write report.html (default). `callbacks`: functions of (experiment, line), called after
             every round. `should_stop`: asked after every round; if true, the run stops with
@@ -166,9 +172,9 @@ def compare(
         experiments: The experiments; their seeds are ignored.
         seeds: The seeds.
         out: Folder of the comparison.
-        **keywords: `data`, `model`, `generator`, `callbacks`, `should_stop`, `track`, `metrics`,
-            `command`: see `run`. With several seeds, `model` is a class or a function, not an
-            instance.
+        **keywords: `data`, `model`, `generator`, `augmentation`, `callbacks`, `should_stop`,
+            `track`, `metrics`, `command`: see `run`. With several seeds, `model` is a class or a
+            function, not an instance.
 
     Returns:
         All runs.
@@ -213,8 +219,8 @@ def sweep(
         out: Folder of results and report.
         **keywords: `search` ("grid", "random" or "optuna"; default "random"), `trials` per
             algorithm (8), `seed` of the search (0), `trial_seeds` ((100,)), `seeds` of the final
-            runs ((0, 1, 2)); `data`, `model`, `generator`, `callbacks`, `should_stop` and
-            `command`: see `run`.
+            runs ((0, 1, 2)); `data`, `model`, `generator`, `augmentation`, `callbacks`,
+            `should_stop` and `command`: see `run`.
 
     Returns:
         Each algorithm with its trials and final runs.
@@ -317,9 +323,7 @@ def run_planned_sweep(
     tuned = run_sweep(
         plan,
         out,
-        data=objects.data,
-        model=objects.model,
-        generator=objects.generator,
+        objects,
         callbacks=options.callbacks,
         should_stop=options.should_stop,
         command=options.command,
@@ -346,7 +350,12 @@ def write_report(paths: Sequence[Path], out: Path) -> Path:
 
 
 def _objects(keywords: ObjectKeywords) -> UserObjects:
-    return UserObjects(keywords.get("data"), keywords.get("model"), keywords.get("generator"))
+    return UserObjects(
+        data=keywords.get("data"),
+        model=keywords.get("model"),
+        generator=keywords.get("generator"),
+        augmentation=keywords.get("augmentation"),
+    )
 
 
 def _with_metrics(objects: UserObjects, keywords: CompareKeywords) -> UserObjects:

@@ -139,11 +139,11 @@ class FedCOG(Wrapper):
         inner = self.inner.request_draws(round, model, batch_size)
         if not self._is_active(round):
             return inner
-        draws = {"noise": Draw((self.count, *model.input_shape))}
+        draws = {"noise": Draw((self.count, *model.continuous_shape))}
         if self.generator != "none":
             draws = {"noise": Draw((self.count, self.noise))}
             if model.generator is None:
-                sizes = generators.conv_shapes(model.input_shape, self.noise)
+                sizes = generators.conv_shapes(model.continuous_shape, self.noise)
                 draws["generator"] = Draw((sum(map(math.prod, sizes)),))
         draws["asked"] = Draw((self.count, 1 + model.num_classes), kind="uniform")
         return inner | draws

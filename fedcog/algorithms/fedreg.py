@@ -119,7 +119,7 @@ class FedReg(Algorithm):
         def _loss(inputs: Params, batch: Batch) -> Tensor:
             return client.task.loss(client.model.predict(weights, inputs["x"]), batch["y"]).sum()
 
-        x: Tensor = examples["x"]
+        x: Tensor = client.model.embed(weights, examples["x"])
         for _ in range(self.steps):
             grads, _ = client.gradient(_loss, {"x": x}, {"y": examples["y"]})
             x = x + lr * grads["x"].sign()

@@ -10,7 +10,7 @@ from torch import Tensor
 from fedcog.core.tasks import Task
 from fedcog.core.tree import Params, State
 from fedcog.models.functional import ForwardResult, Model
-from fedcog.models.ops.dropout import DropoutKey
+from fedcog.models.ops.keyed_random import StepKey
 
 Batch = dict[str, Any]
 """The data of one local step.
@@ -161,7 +161,7 @@ class ClientContext:
         lr: Local learning rate of this round.
         batch_size: Number of examples in a batch.
         gradient: Differentiates a loss with respect to parameters or inputs: see `Gradient`.
-        dropout: What dropout masks of this step depend on.
+        step_key: What dropout masks of this step depend on.
     """
 
     model: Model
@@ -178,7 +178,7 @@ class ClientContext:
     lr: Tensor
     batch_size: int
     gradient: Gradient
-    dropout: DropoutKey | None = None
+    step_key: StepKey | None = None
 
     def forward(self, params: Params, x: Tensor, buffers: Params | None = None) -> ForwardResult:
         """Run the network in training mode. `outputs` calls it on the client's own examples.
@@ -196,7 +196,7 @@ class ClientContext:
             become the client's only if a hook returns them.
         """
         before = self.buffers if buffers is None else buffers
-        return self.model.forward(params, before, x, self.dropout)
+        return self.model.forward(params, before, x, self.step_key)
 
     def logits(self, params: Params, x: Tensor) -> Tensor:
         """Compute outputs on further inputs as in training, without moving running statistics.
@@ -209,8 +209,8 @@ class ClientContext:
             Logits `(B, C)`. BatchNorm normalizes by the batch's own statistics. Dropout is active,
             with other masks than in `forward`.
         """
-        dropout = None if self.dropout is None else self.dropout._replace(stream=1)
-        return self.model.forward(params, self.buffers, x, dropout).logits
+        step_key = None if self.step_key is None else self.step_key._replace(stream=1)
+        return self.model.forward(params, self.buffers, x, step_key).logits
 
     def teacher_logits(self, x: Tensor) -> Tensor:
         """Compute the outputs of the global model, as a teacher for distillation.

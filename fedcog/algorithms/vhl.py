@@ -57,19 +57,19 @@ class VHL(Wrapper):
         """
         shapes: dict[str, tuple[int, ...]]
         if self.source == "style":
-            if len(model.input_shape) != 3:
+            if len(model.continuous_shape) != 3:
                 raise ModelError(
                     "vhl.source 'style' makes images, but inputs here have shape "
-                    f"{model.input_shape}: set it to noise."
+                    f"{model.continuous_shape}: set it to noise."
                 )
-            sizes = generators.style_shapes(model.input_shape[0])
+            sizes = generators.style_shapes(model.continuous_shape[0])
             shapes = {
                 "virtual_mean": (model.num_classes, generators.STYLE_LATENT_SIZE),
                 "virtual_noise": (self.virtual, generators.STYLE_LATENT_SIZE),
                 "virtual_weights": (sum(math.prod(size) for size in sizes),),
             }
         else:
-            shape = generators.noise_shape(model.input_shape)
+            shape = generators.noise_shape(model.continuous_shape)
             shapes = {
                 "virtual_mean": (model.num_classes, *shape),
                 "virtual_noise": (self.virtual, *shape),
@@ -106,9 +106,9 @@ class VHL(Wrapper):
         noise = draws["virtual_noise"]
         if self.source == "style":
             latent = 0.5 * mean + 0.3 * noise
-            x = generators.style_images(latent, draws["virtual_weights"], model.input_shape)
+            x = generators.style_images(latent, draws["virtual_weights"], model.continuous_shape)
         else:
-            x = generators.noise_images(mean, noise, model.input_shape)
+            x = generators.noise_images(mean, noise, model.continuous_shape)
         unpacked = self.inner.unpack_broadcast(broadcast, draws, model)
         return unpacked | {"virtual": {"x": x, "y": labels}}
 

@@ -152,7 +152,7 @@ def normal(
         `(K, *shape)`, float32.
     """
     size = math.prod(shape)
-    drawn = _box_muller(words(seed, purpose, round, client_ids, ceil_div(size, 4)))
+    drawn = box_muller(words(seed, purpose, round, client_ids, ceil_div(size, 4)))
     return drawn.flatten(1)[:, :size].reshape(len(client_ids), *shape).to(torch.float32)
 
 
@@ -163,11 +163,18 @@ def entropy(shape: tuple[int, ...]) -> Tensor:
         return torch.empty(shape)
     data = bytearray(os.urandom(16 * ceil_div(size, 4)))
     drawn = torch.frombuffer(data, dtype=torch.int32).reshape(-1, 4).long() & _WORD
-    return _box_muller(drawn).flatten()[:size].reshape(shape).to(torch.float32)
+    return box_muller(drawn).flatten()[:size].reshape(shape).to(torch.float32)
 
 
-def _box_muller(words: Tensor) -> Tensor:
-    """Turn every four words into four standard normal numbers, in float64."""
+def box_muller(words: Tensor) -> Tensor:
+    """Turn every four words into four standard normal numbers.
+
+    Args:
+        words: 32-bit words `(..., 4)`.
+
+    Returns:
+        float64, of the same shape.
+    """
     unit = (words + 0.5).to(torch.float64) * 2.0**-32
     radius = (-2 * unit[..., :2].log()).sqrt()
     angle = 2 * math.pi * unit[..., 2:]

@@ -1,6 +1,7 @@
 """A data set partitioned among clients, on one device, with reproducible batches."""
 
 import sys
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -10,9 +11,18 @@ from fedcog.core import rng
 from fedcog.data.datasets import Dataset
 from fedcog.data.local_tests import LocalTests
 from fedcog.models.ops import augmentation
+from fedcog.models.ops.keyed_random import KeyedRandom
 
 MAX_INPUT_BYTES = 2**30
 """On a CPU, a training set up to this size (in bytes) is stored as normalized inputs."""
+
+
+Augmentation = Callable[[Tensor, KeyedRandom], Tensor]
+"""The user's augmentation: a function of a batch of one client and a source of random numbers.
+
+Images `(B, C, H, W)` are floats in [0, 1]; other inputs are as the data set has them. The result
+has the same shape and dtype.
+"""
 
 
 class BatchPlan(NamedTuple):
@@ -47,6 +57,7 @@ class FederatedData:
         validation: Positions of the training examples that are held out for validation.
         sizes: Number of training examples per client, in host memory.
         local_tests: The clients' own test examples, if they have any.
+        augmentation: Changes the training examples of every batch, if the user gave it.
     """
 
     def __init__(
@@ -60,6 +71,7 @@ class FederatedData:
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
         local_tests: LocalTests | None = None,
+        augmentation: Augmentation | None = None,
     ) -> None:
         """Move a data set to a device and split off the validation examples.
 
@@ -72,11 +84,13 @@ class FederatedData:
             device: Where batches are made; the CPU by default.
             dtype: Floating type of inputs.
             local_tests: The clients' own test examples.
+            augmentation: Changes the training examples of every batch.
         """
         self.device = device or torch.device("cpu")
         self.dtype = dtype
         self.seed = seed
         self.augment = augment
+        self.augmentation = augmentation
         num_bytes = dataset.train_x.nbytes + dataset.test_x.nbytes
         self.is_streamed = num_bytes > max_device_bytes(self.device)
         input_device = torch.device("cpu") if self.is_streamed else self.device
@@ -106,7 +120,7 @@ class FederatedData:
         self._stored = self.train_x
         self._normalization = {"mean": self._mean, "std": self._std}
         is_small = self.train_x.numel() * dtype.itemsize <= MAX_INPUT_BYTES
-        if self.device.type == "cpu" and not augment and is_small:
+        if self.device.type == "cpu" and not augment and not augmentation and is_small:
             self._stored = _to_channels_last(self.to_inputs(self.train_x))
             self._normalization = {"mean": self._mean[:0], "std": self._std[:0]}
 
@@ -166,8 +180,13 @@ class FederatedData:
 
     @property
     def example_store(self) -> dict[str, Tensor]:
-        """Normalization (`mean`, `std`) and, unless streamed, all training examples (`x`, `y`)."""
+        """Normalization (`mean`, `std`) and, unless streamed, all training examples (`x`, `y`).
+
+        With the user's augmentation there is no normalization here: it follows the augmentation.
+        """
         stored = {} if self.is_streamed else {"x": self._stored, "y": self.train_y}
+        if self.augmentation is not None:
+            return stored | {"mean": self._mean[:0], "std": self._std[:0]}
         return stored | self._normalization
 
     def examples(
@@ -185,7 +204,7 @@ class FederatedData:
             Inputs `x`, `(*indices.shape, ...)`, and labels `y`.
         """
         if store is None:
-            store = self.example_store | self.stage(indices)
+            store = self._normalization | self.stage(indices)
             indices = torch.arange(indices.numel(), device=self.device).reshape(indices.shape)
         x = augmentation.gather_inputs(store["x"], indices, crops, store["mean"], store["std"])
         return {"x": x, "y": store["y"][indices]}
@@ -201,6 +220,10 @@ class FederatedData:
     def to_inputs(self, x: Tensor) -> Tensor:
         """Convert stored examples to inputs: images are scaled to [0, 1] and normalized."""
         return augmentation.normalize(x.to(self.device), self._mean, self._std)
+
+    def normalize(self, x: Tensor) -> Tensor:
+        """Normalize inputs that are scaled, but not normalized yet."""
+        return augmentation.normalize(x, self._mean, self._std)
 
     def to_images(self, x: Tensor) -> Tensor:
         """Convert inputs back to uint8 images, with clipping."""

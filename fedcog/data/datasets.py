@@ -57,7 +57,8 @@ class Dataset:
 
     Attributes:
         name: Name of the data set.
-        train_x: Training inputs: uint8 images `(N, C, H, W)`, or floats `(N, ...)`.
+        train_x: Training inputs: uint8 images `(N, C, H, W)`, floats `(N, ...)`, or int64 tokens
+            `(N, L)`.
         train_y: Training labels: int64 `(N,)`, or bool `(N, num_classes)` if multi-label.
         test_x: Test inputs, in the format of `train_x`; no rows if there is no test set.
         test_y: Test labels, in the format of `train_y`.
@@ -237,10 +238,13 @@ def _example_faults(split: str, x: Tensor, y: Tensor, num_classes: int) -> Itera
     if x.is_floating_point():
         if not bool(x.isfinite().all()):
             yield f"{split}_x holds NaN or infinity: clean it first"
+    elif x.dtype == torch.int64:
+        if x.numel() and int(x.min()) < 0:
+            yield f"{split}_x holds {int(x.min())}: number the tokens from 0"
     elif x.dtype != torch.uint8:
         yield (
-            f"{split}_x is {_describe(x)}: give uint8 images [n, C, H, W], "
-            "or floats of any shape (tokens embedded)"
+            f"{split}_x is {_describe(x)}: give uint8 images [n, C, H, W], floats of any shape, "
+            "or int64 tokens [n, length]"
         )
 
 
@@ -276,9 +280,10 @@ def from_arrays(
     """Make a data set from arrays or tensors.
 
     Inputs are floats of any shape, which are used unchanged, or uint8 images: `(N, H, W)`,
-    `(N, C, H, W)`, or a numpy array `(N, H, W, C)` with 1, 3 or 4 channels. Labels are integers
-    or strings. For multi-label data they are sets or lists of strings, or boolean rows with one
-    entry per class.
+    `(N, C, H, W)`, or a numpy array `(N, H, W, C)` with 1, 3 or 4 channels. Integers of other types
+    are token numbers, `(N, L)`, for a network with `embed` and `forward_embedded`. Labels are
+    integers or strings. For multi-label data they are sets or lists of strings, or boolean rows
+    with one entry per class.
 
     Args:
         train_x: Training inputs.
@@ -444,6 +449,8 @@ def _to_inputs(name: str, values: Values) -> Tensor:
             f"{name} is floating {list(x.shape)}, which looks like images with the channels last: "
             "give them as [n, C, H, W] (numpy: x.transpose(0, 3, 1, 2)), or as uint8"
         )
+    if x.dtype in (torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32):
+        return x.long()
     return x.float() if x.dtype == torch.float64 else x
 
 
@@ -459,6 +466,8 @@ def _array_to_inputs(name: str, values: Any) -> Tensor:
                 "Give a torch tensor [n, C, H, W]"
             )
         array = array.transpose(0, 3, 1, 2)
+    if array.dtype.kind in "ui" and array.dtype != np.uint8:
+        array = array.astype(np.int64)
     return torch.from_numpy(np.require(array, array.dtype.newbyteorder("="), ["C", "W"]))
 
 

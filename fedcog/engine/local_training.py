@@ -19,7 +19,7 @@ from fedcog.core.tree import Params, State
 from fedcog.data.client_batches import FederatedData
 from fedcog.engine.aggregation import is_finite
 from fedcog.models.functional import Model
-from fedcog.models.ops.dropout import DropoutKey
+from fedcog.models.ops.keyed_random import AUGMENTATION_STREAM, KeyedRandom, StepKey
 
 MapClients = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Turns a function of one client into one of a cohort: `vmap_clients` or `single_client`."""
@@ -255,7 +255,7 @@ class LocalTraining(NamedTuple):
             lr=inputs.lr,
             batch_size=self.batch_size,
             gradient=self.gradient,
-            dropout=DropoutKey(client.dropout_words, inputs.round, client.client_ids, step),
+            step_key=_step_key(client, inputs, step),
         )
 
     def start_buffers(self, inputs: RoundInputs, step: Tensor) -> Params:
@@ -477,9 +477,32 @@ class LocalTraining(NamedTuple):
         plan: State = tree.apply(lambda value: value.index_select(0, row)[0], inputs.plan)
         examples = (inputs.dataset or {}) | (inputs.staged or {})
         batch: Batch = self.data.examples(plan["indices"], plan.get("crops"), examples)
+        if self.data.augmentation is not None:
+            batch["x"] = self._augmented(inputs, batch["x"], step)
         for group, index in plan["extra_indices"].items():
             batch[group] = self.map_clients(tree.take)(inputs.extra[group], index)
         return batch | {"draws": plan["draws"]}
+
+    def _augmented(self, inputs: RoundInputs, x: Tensor, step: Tensor) -> Tensor:
+        """Apply the user's augmentation to the examples of a step, then normalize them.
+
+        Args:
+            inputs: Inputs of the round.
+            x: Examples with a client axis, not normalized yet.
+            step: Current step.
+
+        Returns:
+            Inputs with a client axis.
+        """
+        is_mapped = self.map_clients is not single_client
+
+        def _augment(client: CohortClients, inputs: RoundInputs, x: Tensor) -> Tensor:
+            key = _step_key(client, inputs, step)._replace(stream=AUGMENTATION_STREAM)
+            assert self.data.augmentation is not None
+            return self.data.augmentation(x, KeyedRandom(key, is_mapped))
+
+        augmented: Tensor = self.over_clients(_augment, inputs, x)
+        return self.data.normalize(augmented)
 
     def finish(self, state: TrainingState, inputs: RoundInputs, work: LocalWork) -> ClientResults:
         """Compute what the clients keep and send.
@@ -513,6 +536,11 @@ class LocalTraining(NamedTuple):
 
         results: ClientResults = self.over_clients(_end, inputs, state.params, state.buffers, work)
         return results
+
+
+def _step_key(client: CohortClients, inputs: RoundInputs, step: Tensor) -> StepKey:
+    """Return what the random numbers of a client's step depend on."""
+    return StepKey(client.dropout_words, inputs.round, client.client_ids, step)
 
 
 def _expand_dims(mask: Tensor, value: Tensor) -> Tensor:

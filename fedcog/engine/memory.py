@@ -10,7 +10,7 @@ from fedcog.core.tree import Params
 from fedcog.data.client_batches import FederatedData
 from fedcog.engine.local_training import autograd_gradient
 from fedcog.models.functional import Model
-from fedcog.models.ops.dropout import trial_key
+from fedcog.models.ops.keyed_random import trial_key
 
 NUM_PASSES = 4
 """Assumed memory of a client, in forward and backward passes."""
@@ -40,7 +40,7 @@ def max_clients_in_memory(model: Model, data: FederatedData, batch_size: int) ->
     before = torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0]
     torch.cuda.reset_peak_memory_stats(device)
-    x = torch.zeros((batch_size, *model.input_shape), dtype=data.dtype, device=device)
+    x = torch.zeros((batch_size, *model.continuous_shape), dtype=data.dtype, device=device)
 
     def _total_logits(params: Params, batch: Batch) -> Tensor:
         return model.forward(params, model.buffers, batch["x"], trial_key(device)).logits.sum()

@@ -25,7 +25,7 @@ from fedcog.federation.backend import (
 from fedcog.federation.client_sampling import LossOver
 from fedcog.federation.client_states import ClientStates
 from fedcog.federation.device_types import DeviceType
-from fedcog.models.ops.dropout import seed_words
+from fedcog.models.ops.keyed_random import seed_words
 
 WeightRule = Literal["examples", "uniform"]
 """How clients are weighted in the server's sum: by their number of examples, or alike."""

@@ -6,10 +6,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fedcog.models.ops.dropout import KeyedDropout, trial_key
+from fedcog.models.ops.dropout import KeyedDropout
+from fedcog.models.ops.keyed_random import trial_key
 
 TOKENS_HINT = (
-    "Inputs are continuous here, and token numbers are not: give embedded tokens, as floats."
+    "Inputs are continuous here, and token numbers are not: give int64 tokens to a network with "
+    "embed(tokens) and forward_embedded(x)."
 )
 
 
@@ -65,7 +67,7 @@ def check_trainable(
 
     Args:
         module: The network.
-        input_shape: Shape of one input.
+        input_shape: Shape of one continuous input.
         num_classes: Number of classes.
         batch_size: Number of inputs in the trial batches.
 

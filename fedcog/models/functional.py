@@ -19,8 +19,15 @@ from fedcog.models.checks import (
     copy_network,
     supports_channels_last,
 )
-from fedcog.models.ops.dropout import DropoutKey, KeyedDropout
+from fedcog.models.ops.dropout import KeyedDropout
+from fedcog.models.ops.keyed_random import StepKey
 from fedcog.models.ops.layers import LayerOverrides
+from fedcog.models.tokens import (
+    accept_embeddings,
+    continuous_shape,
+    embeds_with_dropout,
+    takes_tokens,
+)
 from fedcog.models.width_masks import WidthError, width_masks
 
 
@@ -51,7 +58,9 @@ class Model:
             running statistics.
         head: Name of the linear layer whose outputs are the logits; None if there is none. Features
             are the inputs of this layer.
-        input_shape: Shape of one input.
+        input_shape: Shape of one input, as stored.
+        continuous_shape: Shape of one continuous input: `input_shape`, or that of an embedding if
+            the network takes tokens. Generated inputs have this shape.
         num_classes: Number of classes.
         uses_dropout: Whether a pass in training mode drops values at random.
         generator: Network that makes inputs from noise, if the user gave one.
@@ -80,11 +89,16 @@ class Model:
             ModelError: If the network cannot be federated.
         """
         module = copy_network(module)
+        self.continuous_shape = continuous_shape(module, input_shape)
+        if takes_tokens(module):
+            accept_embeddings(module)
         trial_size = min(batch_size, 4)
         if trained:
-            checked = check_trainable(module, input_shape, num_classes, trial_size)
+            checked = check_trainable(module, self.continuous_shape, num_classes, trial_size)
+            if takes_tokens(module) and embeds_with_dropout(module, input_shape, trial_size):
+                checked = checked._replace(uses_dropout=True)
         else:
-            checked = check_usable(module, input_shape, num_classes)
+            checked = check_usable(module, self.continuous_shape, num_classes)
         self.head = checked.head
         self.input_shape = tuple(input_shape)
         self.num_classes = num_classes
@@ -117,14 +131,14 @@ class Model:
         self._width_masks: dict[float, Params] = {}
 
     def forward(
-        self, params: Params, buffers: Params, x: Tensor, dropout: DropoutKey | None = None
+        self, params: Params, buffers: Params, x: Tensor, dropout: StepKey | None = None
     ) -> ForwardResult:
         """Run the network in training mode. Hooks call `ClientContext.forward` instead.
 
         Args:
             params: Trainable parameters by name; further names are ignored.
             buffers: Running statistics by name. They are not written to.
-            x: Inputs `(B, *input_shape)`.
+            x: Inputs `(B, *input_shape)`, or continuous ones, `(B, *continuous_shape)`.
             dropout: What dropout masks depend on; required if the network uses dropout.
 
         Returns:
@@ -154,6 +168,23 @@ class Model:
             Logits `(B, C)`.
         """
         return self._call(self._eval, weights, x)[0]
+
+    def embed(self, weights: Params, x: Tensor) -> Tensor:
+        """Turn tokens into continuous inputs, in evaluation mode; others are returned unchanged.
+
+        Args:
+            weights: Parameters and buffers by name.
+            x: Inputs `(B, *input_shape)`.
+
+        Returns:
+            Inputs `(B, *continuous_shape)`.
+        """
+        if x.is_floating_point():
+            return x
+        known = {name: weights[name] for name in (*self.params, *self.buffers)}
+        with self.layers():
+            embedded: Tensor = functional_call(self._eval, known, (x,), {"embed_only": True})
+        return embedded
 
     def batchnorm_loss(self, weights: Params, x: Tensor) -> tuple[Tensor, Tensor]:
         """Compute R_feature of DeepInversion (Yin et al., CVPR 2020), in evaluation mode.
@@ -258,7 +289,9 @@ class Model:
             weights = self.params | self.buffers
             try:
                 if width < 1:
-                    masks = width_masks(self._eval, head, self.input_shape, width, set(weights))
+                    masks = width_masks(
+                        self._eval, head, self.continuous_shape, width, set(weights)
+                    )
                 else:
                     masks = {name: torch.ones_like(value) for name, value in weights.items()}
             except WidthError as error:
@@ -271,7 +304,9 @@ class Model:
     @property
     def has_input_gradient(self) -> bool:
         """Whether outputs have a gradient with respect to inputs; not so for token networks."""
-        inputs = next(iter(self.params.values())).new_zeros(2, *self.input_shape).requires_grad_()
+        inputs = (
+            next(iter(self.params.values())).new_zeros(2, *self.continuous_shape).requires_grad_()
+        )
         weights = {name: value.detach() for name, value in (self.params | self.buffers).items()}
         with torch.enable_grad():
             total = self.predict(weights, inputs).sum()
@@ -292,11 +327,12 @@ class Model:
                 if isinstance(layer, nn.Linear | _ConvNd):
                     stack.callback(layer.register_forward_hook(_count).remove)
             parameter = next(iter(self.params.values()))
-            self.predict(self.params | self.buffers, parameter.new_zeros(1, *self.input_shape))
+            zeros = parameter.new_zeros(1, *self.continuous_shape)
+            self.predict(self.params | self.buffers, zeros)
         return sum(flops)
 
     def _call(
-        self, module: nn.Module, weights: Params, x: Tensor, dropout: DropoutKey | None = None
+        self, module: nn.Module, weights: Params, x: Tensor, dropout: StepKey | None = None
     ) -> tuple[Tensor, Tensor | None, dict[int, Tensor]]:
         seen = list[Tensor]()
         known = {name: weights[name] for name in (*self.params, *self.buffers)}
@@ -326,8 +362,13 @@ class Model:
             logits: Tensor = functional_call(
                 module, known, (x,), tie_weights=self._has_tied_weights
             )
-        features = seen[-1].to(x.dtype) if seen else None
-        return logits.to(x.dtype), features, layers.updated_buffers if layers else {}
+        dtype = x.dtype if x.is_floating_point() else self._dtype
+        features = seen[-1].to(dtype) if seen else None
+        return logits.to(dtype), features, layers.updated_buffers if layers else {}
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(iter(self.params.values())).dtype
 
     def layers(self) -> contextlib.AbstractContextManager[LayerOverrides | None]:
         """Return a context in which any network uses the same layer implementations as this one."""

@@ -196,7 +196,7 @@ def init_generator(model: Model, noise: Tensor, numbers: Tensor | None) -> Param
         }
     else:
         assert numbers is not None, "a new generator needs random numbers"
-        weights = conv_weights(numbers, model.input_shape, noise.shape[-1])
+        weights = conv_weights(numbers, model.continuous_shape, noise.shape[-1])
     return weights | {".noise": noise}
 
 
@@ -213,7 +213,7 @@ def generate_inputs(model: Model, tensors: Params) -> Tensor:
     weights = {name: value for name, value in tensors.items() if not name.startswith(".")}
     with model.layers():
         if model.generator is None:
-            return conv_images(weights, tensors[".noise"], model.input_shape)
+            return conv_images(weights, tensors[".noise"], model.continuous_shape)
         inputs: Tensor = functional_call(model.generator, weights, (tensors[".noise"],))
     return inputs
 

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from fedcog.core.settings import ConfigError
-from fedcog.data import DATASETS, Dataset, shifts
+from fedcog.data import DATASETS, Dataset, FederatedData, shifts
+from fedcog.data.client_batches import Augmentation
 from fedcog.data.datasets import DataWarning
 from fedcog.data.partitions import schemes
 from fedcog.data.partitions.base import PartitionConfig
 from fedcog.data.sources import locations
 from fedcog.data.sources.client_indices import read_client_indices
+from fedcog.models.ops.keyed_random import KeyedRandom, trial_key
 from fedcog.runs.config.experiment import DEFAULT_CLIENTS, DEFAULT_PARTITION, Experiment
 
 DEFAULT_MIN_EXAMPLES = PartitionConfig(1).min_examples
@@ -128,6 +130,47 @@ def resolve_before_loading(experiment: Experiment) -> Experiment:
     if partition == "auto":
         partition = DEFAULT_PARTITION
     return dataclasses.replace(experiment, partition=partition, clients=experiment.num_clients)
+
+
+def check_augmentation(augmentation: Augmentation, data: FederatedData) -> None:
+    """Call the user's augmentation on a few examples.
+
+    Args:
+        augmentation: The function.
+        data: The data that it will change.
+
+    Raises:
+        ConfigError: If it fails, changes shape or dtype, or cannot be repeated.
+    """
+    name = getattr(augmentation, "__name__", "augmentation")
+    indices = torch.arange(min(4, len(data.train_y)), device=data.device)
+    x = data.examples(indices, store=data.example_store | data.stage(indices))["x"]
+    results = []
+    with torch.random.fork_rng(devices=[]):
+        rng_state = torch.random.get_rng_state()
+        for _ in range(2):
+            try:
+                results.append(augmentation(x.clone(), KeyedRandom(trial_key(data.device))))
+            except Exception as error:
+                raise ConfigError(
+                    [f"{name}(x, random) failed: {type(error).__name__}: {error}."]
+                ) from error
+        draws_itself = not torch.equal(rng_state, torch.random.get_rng_state())
+    found = results[0]
+    if not isinstance(found, Tensor) or found.shape != x.shape or found.dtype != x.dtype:
+        description = type(found).__name__
+        if isinstance(found, Tensor):
+            description = f"{found.dtype} {tuple(found.shape)}"
+        raise ConfigError(
+            [f"{name} must return {x.dtype} {tuple(x.shape)} as it receives, not {description}."]
+        )
+    if draws_itself or not torch.equal(found, results[1]):
+        raise ConfigError(
+            [
+                f"{name} draws random numbers of its own, so runs could not be repeated: draw them "
+                "from its second argument, random.uniform(*shape), normal, integers or bernoulli."
+            ]
+        )
 
 
 def client_names(experiment: Experiment, dataset: Dataset, indices: list[Tensor]) -> list[str]:

@@ -443,7 +443,7 @@ def _check_same_origin(
         "experiment": "by another experiment",
         "data": "on other data",
         "network": "of another network",
-        "code": "by other code of your own algorithm",
+        "code": "by other code of your own algorithm or augmentation",
     }
     for key, origin in origins.items():
         if checkpoint.info.get(key) != setup.checkpoint_info[key]:

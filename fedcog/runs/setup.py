@@ -19,6 +19,7 @@ from fedcog.core.settings import ConfigError
 from fedcog.core.tasks import make_task
 from fedcog.core.tree import Params
 from fedcog.data import DataError, Dataset, FederatedData, local_tests, registry, shifts
+from fedcog.data.client_batches import Augmentation
 from fedcog.data.local_tests import LocalTests
 from fedcog.data.sources import locations
 from fedcog.engine import cuda_graphs
@@ -30,14 +31,16 @@ from fedcog.federation.simulator import LocalWorkload, Simulator, WeightRule
 from fedcog.models.checks import TOKENS_HINT
 from fedcog.models.functional import Model
 from fedcog.models.initialization import Network, make_network
+from fedcog.models.tokens import check_tokens, continuous_shape
 from fedcog.models.zoo import build
 from fedcog.runs.config.composition import algorithm_name, named_layers
 from fedcog.runs.config.experiment import Experiment
-from fedcog.runs.config.user_code import describe_network, user_source
+from fedcog.runs.config.user_code import describe_network, function_source, user_source
 from fedcog.runs.environment import find_device, num_workers
 from fedcog.runs.experiment_data import (
     adapt_dataset,
     apply_shifts,
+    check_augmentation,
     client_names,
     partition_seed,
     read_dataset,
@@ -72,6 +75,7 @@ class UserObjects(NamedTuple):
         generator: Generator network, for FedCOG(generator="custom").
         preloaded: The data set of the experiment, if it is already read and adapted.
         metrics: Metric functions by name.
+        augmentation: Changes the training examples of every batch.
     """
 
     data: Dataset | None = None
@@ -79,6 +83,7 @@ class UserObjects(NamedTuple):
     generator: nn.Module | None = None
     preloaded: Dataset | None = None
     metrics: MetricFunctions = MappingProxyType({})
+    augmentation: Augmentation | None = None
 
 
 def load_data(experiment: Experiment, objects: UserObjects) -> Dataset:
@@ -217,6 +222,7 @@ class ExperimentSetup:
             "parameters": sum(value.numel() for value in self.model.params.values()),
             "model": self.model_name,
             "initial_weights": "given" if self._has_given_weights else "seed",
+            "augmentation": getattr(self._augmentation, "__name__", ""),
         }
 
     def _local_test_sizes(self) -> list[int]:
@@ -273,7 +279,11 @@ class ExperimentSetup:
             device=self.device,
             dtype=torch.float64 if experiment.precision == "float64" else torch.float32,
             local_tests=tests,
+            augmentation=objects.augmentation,
         )
+        if objects.augmentation is not None:
+            check_augmentation(objects.augmentation, self.data)
+        self._augmentation = objects.augmentation
         self._check_evaluation(remote)
 
     def _load_data(self, objects: UserObjects) -> Dataset:
@@ -347,6 +357,7 @@ class ExperimentSetup:
         else:
             self.model_name = "custom"
             module = make_network(objects.model, shape, num_classes, experiment.seed)
+        check_tokens(module, self.dataset.train_x)
         self._has_given_weights = isinstance(objects.model, nn.Module)
         self._network_text = describe_network(module)
         if experiment.pretrained:
@@ -361,7 +372,10 @@ class ExperimentSetup:
                 ]
             )
         generator, description = prepare_generator(
-            config, objects.generator, experiment.pretrained_generator, shape
+            config,
+            objects.generator,
+            experiment.pretrained_generator,
+            continuous_shape(module, shape),
         )
         self._network_text += description
         model = Model(module, shape, num_classes, experiment.batch_size, generator)
@@ -467,7 +481,8 @@ class ExperimentSetup:
             )
 
     def _algorithm_source(self) -> str:
-        return user_source(type(layer) for layer in self.experiment.algorithm.layers)
+        source = user_source(type(layer) for layer in self.experiment.algorithm.layers)
+        return source + function_source(self._augmentation)
 
     def _data_fingerprint(self) -> str:
         digest = hashlib.sha256(self.dataset.fingerprint.encode())

@@ -8,24 +8,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from fedcog.core.errors import Interrupted
 from fedcog.core.settings import ConfigError
 from fedcog.data import DataError, Dataset, PartitionError
 from fedcog.federation.backend import Diverged
 from fedcog.models.checks import ModelError
-from fedcog.models.initialization import Network
 from fedcog.runs.config.composition import algorithm_name
 from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.environment import find_device, torch_settings
-from fedcog.runs.experiment_data import data_settings, read_dataset
+from fedcog.runs.experiment_data import data_settings
 from fedcog.runs.records.checkpoint import LARGE_CHECKPOINT_BYTES
 from fedcog.runs.records.provenance import provenance
 from fedcog.runs.records.recorded_run import Run, read
 from fedcog.runs.records.run_directory import DirectoryBusy, RecordError, RunDirectory
 from fedcog.runs.runner import Callback, Runner, RunOptions, run_all
-from fedcog.runs.setup import UserObjects
+from fedcog.runs.setup import UserObjects, load_data
 from fedcog.runs.warm_start import MissingStart
 from fedcog.studies.job_planning import is_done, is_prefix, stack_jobs
 from fedcog.studies.probes import measure
@@ -91,9 +89,7 @@ class JobQueue:
         should_stop: The queue stops after the current round once this returns True.
         say: Called with every progress message.
         command: The command line, for the provenance of results.
-        data: Your own data set, as in `fedcog.run`.
-        model: Your own network, as in `fedcog.run`.
-        generator: Your own generator network, as in `fedcog.run`.
+        objects: Objects of the user, as in `fedcog.run`.
         planned: All jobs that are planned, now or later. The large checkpoint of a warm start is
             deleted once every planned job that needs it is done. None: keep all of them.
     """
@@ -104,9 +100,7 @@ class JobQueue:
     should_stop: Callable[[], bool] | None = None
     say: Callable[[str], None] = lambda text: None
     command: str | None = None
-    data: Dataset | None = None
-    model: Network | None = None
-    generator: nn.Module | None = None
+    objects: UserObjects = field(default_factory=UserObjects)
     planned: Sequence[Job] | None = None
     _deadline: Deadline | None = field(init=False, default=None)
     _requested: list[Job] = field(init=False, default_factory=list)
@@ -249,13 +243,9 @@ class JobQueue:
         self.say(f"{algorithm_name(first.algorithm)} on {first.dataset}, {_describe(stack)}")
         if self._deadline:
             self._deadline.start_stack()
-        is_custom = first.algorithm.generator_config.kind == "custom"
-        objects = UserObjects(
-            data=self.data,
-            model=self.model,
-            generator=self.generator if is_custom else None,
-            preloaded=self._load(first) if self.data is None else None,
-        )
+        objects = self.objects._replace(preloaded=self._load(first))
+        if first.algorithm.generator_config.kind != "custom":
+            objects = objects._replace(generator=None)
         options = RunOptions(
             resume=True,
             callbacks=[self._round_finished],
@@ -296,7 +286,7 @@ class JobQueue:
         """Load the data set, once for consecutive jobs on the same one."""
         key = data_settings(experiment)
         if self._loaded is None or self._loaded[0] != key:
-            self._loaded = (key, read_dataset(experiment))
+            self._loaded = (key, load_data(experiment, self.objects))
         return self._loaded[1]
 
     def _round_finished(self, experiment: Experiment, line: dict[str, object]) -> None:

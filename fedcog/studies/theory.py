@@ -247,7 +247,7 @@ class Problem:
         """
         client_ids = torch.zeros(1, dtype=torch.int64)
         num_generated = self.plan.num_generated
-        shape = (num_generated, *self.model.input_shape)
+        shape = (num_generated, *self.model.continuous_shape)
         noise = rng.normal(self.plan.seed, "theory", round, client_ids, shape)[0].double()
         labels = torch.arange(num_generated) % self.task.num_classes
         models = generation.Models(self.task, self.model, params, params)

@@ -109,7 +109,7 @@ def test_dataset_has_input_shape() -> None:
         ({"std": (0.5, 0.5)}, "std is (0.5, 0.5)"),
         ({"classes": ()}, "classes is empty"),
         ({"train_x": torch.zeros(4, 2, 2, dtype=torch.uint8)}, "[n, C, H, W]"),
-        ({"train_x": torch.zeros(4, 1, 2, 2, dtype=torch.int64)}, "train_x is int64"),
+        ({"train_x": torch.zeros(4, 1, 2, 2, dtype=torch.int32)}, "train_x is int32"),
         ({"train_x": torch.full((4, 1, 2, 2), torch.nan)}, "train_x holds NaN"),
         ({"train_x": torch.zeros(4, 3)}, "leave both empty"),
         ({"users": torch.tensor([0, 1])}, "users has 2 entries"),

@@ -8,7 +8,7 @@ import torch
 from fedcog.algorithms import Batch, ClientContext, FedCOG
 from fedcog.core import tree
 from fedcog.engine.local_training import CohortClients, RoundInputs
-from fedcog.models.ops.dropout import seed_words
+from fedcog.models.ops.keyed_random import seed_words
 from fedcog.testing import ToyFederation
 
 

@@ -168,7 +168,8 @@ def _read_numbers(name: str, table: Any, column: str) -> Tensor:
                 "text into lists of token numbers of one length, and save the result with "
                 "save_to_disk."
             )
-        parts.append(values)
+        stored_type = getattr(table.features[column], "dtype", "")
+        parts.append(values.astype(stored_type) if stored_type == "uint8" else values)
     return torch.from_numpy(np.concatenate(parts))
 
 

@@ -20,13 +20,15 @@ def normalize(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """Scale images to [0, 1] and normalize them.
 
     Args:
-        x: Stored examples `(N, ...)`, uint8 or floating.
+        x: Stored examples `(N, ...)`, uint8 or floating; int64 tokens are returned unchanged.
         mean: Mean per channel, which broadcasts against `x`; empty for no normalization.
         std: Standard deviation per channel, of the same shape.
 
     Returns:
         Inputs of the same shape, in the dtype of `mean`.
     """
+    if x.dtype == torch.int64:  # tokens
+        return x
     if x.is_floating_point() and not mean.numel():
         return x.to(mean.dtype)
     scaled = x.to(mean.dtype, copy=True)

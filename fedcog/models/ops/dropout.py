@@ -1,72 +1,23 @@
 """Dropout from keyed random numbers.
 
-Within `KeyedDropout`, the layers of a network that drop values at random draw from Philox, keyed by
-(seed, round, client, local step). So masks are the same for one client alone, for clients at once
-(vmap), in CUDA graphs, in worker processes and at remote nodes, and a run has no generator to save.
+Within `KeyedDropout`, the layers of a network that drop values at random draw from `KeyedRandom`,
+keyed by (seed, round, client, local step). So a run has no generator to save.
 """
 
 import math
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fedcog.core import rng
-from fedcog.core.integers import ceil_div
+from fedcog.models.ops.keyed_random import KeyedRandom, StepKey
 
-PURPOSE = "dropout"
-"""Purpose of the random numbers."""
-MAX_CALLS = 2**16
-"""Number of masks that a forward pass may draw."""
 ALPHA = 1.7580993408473766
 """Minus the value that alpha dropout puts in place of a dropped one (Klambauer et al., 2017)."""
-
-
-class DropoutKey(NamedTuple):
-    """What the masks of a forward pass depend on. All tensors are int64 and on one device.
-
-    Attributes:
-        seed_words: Two 32-bit words, derived from the run's seed, `(2,)`.
-        round: Current round, 0-d.
-        client_id: The client, 0-d.
-        step: Current local step, 0-d.
-        stream: 0 for the pass over the client's own examples, 1 for further passes of the step.
-    """
-
-    seed_words: Tensor
-    round: Tensor
-    client_id: Tensor
-    step: Tensor
-    stream: int = 0
-
-
-def seed_words(seed: int) -> Tensor:
-    """Derive the words of a `DropoutKey` from a run's seed.
-
-    Args:
-        seed: The seed.
-
-    Returns:
-        `(2,)`, int64.
-    """
-    return torch.tensor(rng.key(seed, PURPOSE))
-
-
-def trial_key(device: torch.device) -> DropoutKey:
-    """Return a key for passes whose masks do not matter.
-
-    Args:
-        device: Device of the pass.
-
-    Returns:
-        The key.
-    """
-    zero = torch.zeros((), dtype=torch.int64, device=device)
-    return DropoutKey(torch.zeros(2, dtype=torch.int64, device=device), zero, zero, zero)
 
 
 class KeyedDropout(TorchFunctionMode):
@@ -74,12 +25,9 @@ class KeyedDropout(TorchFunctionMode):
 
     It covers torch's dropout functions, attention with dropout, and stochastic depth as torchvision
     and timm have it.
-
-    Attributes:
-        num_calls: Number of masks drawn so far.
     """
 
-    def __init__(self, key: DropoutKey, is_mapped: bool = False) -> None:
+    def __init__(self, key: StepKey, is_mapped: bool = False) -> None:
         """Create the context for one forward pass.
 
         Args:
@@ -87,9 +35,12 @@ class KeyedDropout(TorchFunctionMode):
             is_mapped: Whether vmap maps the pass over clients, or a graph records it.
         """
         super().__init__()
-        self.num_calls = 0
-        self._key = key
-        self._use_numpy = not is_mapped and key.step.device.type == "cpu"
+        self._random = KeyedRandom(key, is_mapped)
+
+    @property
+    def num_calls(self) -> int:
+        """Number of masks drawn so far."""
+        return self._random.num_calls
 
     def __torch_function__(
         self,
@@ -121,28 +72,7 @@ class KeyedDropout(TorchFunctionMode):
             raise ValueError(
                 f"a dropout probability lies in [0, 1], and this is {drop_probability}"
             )
-        size = math.prod(shape)
-        threshold = round(drop_probability * 2**32)
-        return (self._words(ceil_div(size, 4)).flatten()[:size] >= threshold).reshape(shape)
-
-    def _words(self, count: int) -> Tensor:
-        """Draw 32-bit words, `(count, 4)`."""
-        assert self.num_calls < MAX_CALLS
-        key = self._key
-        call = key.stream * MAX_CALLS + self.num_calls
-        self.num_calls += 1
-        index = torch.arange(count, device=key.step.device)
-        if self._use_numpy:
-            low, high = key.seed_words.tolist()
-            step, round, client_id = (
-                part.expand(count) for part in (key.step, key.round, key.client_id)
-            )
-            drawn = rng.philox((low, high ^ call), (index, step, round, client_id))
-            return torch.stack(drawn, dim=-1)
-        # Tensors as keys: stacked runs differ in seed.
-        words = (key.seed_words[0], key.seed_words[1] ^ call)
-        parts = rng.philox_rounds(words, index, key.step, key.round, key.client_id)
-        return torch.stack(parts, dim=-1)
+        return self._random.words(*shape) >= round(drop_probability * 2**32)
 
 
 def _dropout(

@@ -3,8 +3,9 @@
 import contextlib
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -115,7 +116,18 @@ def describe_network(network: Network | None) -> str:
         return ""
     if isinstance(network, nn.Module):
         return repr(network) + user_source(type(part) for part in network.modules())
+    return function_source(network)
+
+
+def function_source(function: Callable[..., Any] | None) -> str:
+    """Return the source of a user's function or class; empty without one.
+
+    Args:
+        function: The function. One that was defined in an interactive session is described by name.
+    """
+    if function is None:
+        return ""
     try:
-        return inspect.getsource(network)
-    except (OSError, TypeError):  # defined in an interactive session
-        return str(getattr(network, "__qualname__", type(network).__qualname__))
+        return inspect.getsource(function)
+    except (OSError, TypeError):
+        return str(getattr(function, "__qualname__", type(function).__qualname__))

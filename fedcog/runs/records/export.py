@@ -19,6 +19,7 @@ from fedcog.core.settings import ConfigError
 from fedcog.models.checks import ModelError
 from fedcog.models.initialization import Network
 from fedcog.models.ops import augmentation
+from fedcog.models.tokens import takes_tokens
 from fedcog.runs.config.composition import algorithm_name
 from fedcog.runs.records.files import pack_tensors
 from fedcog.runs.records.recorded_run import load_with_checkpoint
@@ -149,6 +150,8 @@ def to_onnx(directory: RunDirectory, network: nn.Module, about: dict[str, Any]) 
             f"versions did not store it: fedcog run --resume {directory.path} writes it."
         ) from error
     examples = torch.zeros(2, *shape, dtype=torch.uint8 if mean.numel() else torch.float32)
+    if takes_tokens(network):
+        examples = examples.long()
     try:
         with _quiet_exporter():
             program = torch.onnx.export(

@@ -11,6 +11,7 @@ from fedcog.algorithms import Algorithm
 from fedcog.core.tasks import Metric, metric_of
 from fedcog.models.checks import copy_network
 from fedcog.models.initialization import Network, make_network
+from fedcog.models.tokens import accept_embeddings, takes_tokens
 from fedcog.models.zoo import MODELS, build
 from fedcog.runs.config.composition import algorithm_name
 from fedcog.runs.config.experiment import Experiment
@@ -213,7 +214,10 @@ def _own_network(model: Network, checkpoint: Checkpoint, seed: int) -> nn.Module
     """Copy the user's network, or build it from the run's seed."""
     shape = tuple(checkpoint.info.get("input_shape", ()))
     num_classes = int(checkpoint.info.get("classes", 0))
-    return copy_network(make_network(model, shape, num_classes, seed))
+    network = copy_network(make_network(model, shape, num_classes, seed))
+    if takes_tokens(network) and type(network).forward is nn.Module.forward:
+        accept_embeddings(network)
+    return network
 
 
 def _build_network(path: Path, experiment: Experiment, checkpoint: Checkpoint) -> nn.Module:

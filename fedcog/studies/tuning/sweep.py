@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, Unpack
 
-from torch import nn
-
 from fedcog.algorithms import ALGORITHMS
 from fedcog.core import settings
 from fedcog.core.errors import Interrupted
@@ -23,7 +21,7 @@ from fedcog.data import Dataset
 from fedcog.models.initialization import Network
 from fedcog.runs.config.composition import algorithm_name, named_layers
 from fedcog.runs.config.experiment import Experiment
-from fedcog.runs.config.user_code import describe_network, user_source
+from fedcog.runs.config.user_code import describe_network, function_source, user_source
 from fedcog.runs.experiment_data import adapt_dataset, resolve_clients
 from fedcog.runs.records.recorded_run import Run, read
 from fedcog.runs.records.run_directory import RecordError, RunDirectory, write_file
@@ -428,10 +426,7 @@ class SweepOptions(SearchOptions, QueueOptions, total=False):
 def run_sweep(
     plan: SweepPlan,
     out: str | Path,
-    *,
-    data: Dataset | None = None,
-    model: Network | None = None,
-    generator: nn.Module | None = None,
+    objects: UserObjects | None = None,
     **options: Unpack[QueueOptions],
 ) -> list[Tuned]:
     """Run or resume a sweep.
@@ -439,30 +434,29 @@ def run_sweep(
     Args:
         plan: The plan.
         out: Folder of the results.
-        data: As in `fedcog.sweep`.
-        model: As in `fedcog.sweep`.
-        generator: As in `fedcog.sweep`.
+        objects: Objects of the user, as in `fedcog.sweep`.
         options: `callbacks`, `should_stop` and `command`, as in `fedcog.sweep`.
 
     Returns:
         Each algorithm with its trials and final runs.
     """
-    running = Sweep(plan, out, _hash_user_objects(plan, data, model, generator))
+    objects = objects or UserObjects()
+    running = Sweep(plan, out, _hash_user_objects(plan, objects))
     running.write_plan()
-    queue = JobQueue(running.results, data=data, model=model, generator=generator, **options)
+    queue = JobQueue(running.results, objects=objects, **options)
     running.run(queue)
     return running.tuned()
 
 
-def _hash_user_objects(
-    plan: SweepPlan, data: Dataset | None, model: Network | None, generator: nn.Module | None
-) -> str:
+def _hash_user_objects(plan: SweepPlan, objects: UserObjects) -> str:
     """Identify the user's own data, networks and algorithms; "" without any."""
     parts = [
-        data.fingerprint if data is not None else "",
-        describe_network(model),
-        describe_network(generator),
+        objects.data.fingerprint if objects.data is not None else "",
+        describe_network(objects.model),
+        describe_network(objects.generator),
     ]
+    if objects.augmentation is not None:
+        parts.append(function_source(objects.augmentation))
     for experiment in plan.experiments:
         parts.append(user_source([type(layer) for _, layer in named_layers(experiment.algorithm)]))
     if not any(parts):

@@ -12,17 +12,18 @@ from fedcog.algorithms import Algorithm, ClientContext, FedCOG, FedSAM
 from fedcog.core.tree import Params, State
 from fedcog.models.checks import ModelError
 from fedcog.models.functional import Model
-from fedcog.models.ops.dropout import ALPHA, DropoutKey, KeyedDropout, seed_words, trial_key
+from fedcog.models.ops.dropout import ALPHA, KeyedDropout
+from fedcog.models.ops.keyed_random import StepKey, seed_words, trial_key
 from fedcog.testing import ToyFederation, max_difference
 from tests.support.user_models import USER_MODELS
 
 
-def make_key(seed: int = 0, round: int = 0, client: int = 0, step: int = 0) -> DropoutKey:
+def make_key(seed: int = 0, round: int = 0, client: int = 0, step: int = 0) -> StepKey:
     numbers = (torch.tensor(number) for number in (round, client, step))
-    return DropoutKey(seed_words(seed), *numbers)
+    return StepKey(seed_words(seed), *numbers)
 
 
-def draw(key: DropoutKey, size: int = 4096, is_mapped: bool = False) -> Tensor:
+def draw(key: StepKey, size: int = 4096, is_mapped: bool = False) -> Tensor:
     with KeyedDropout(key, is_mapped):
         return F.dropout(torch.ones(size), 0.25)
 
@@ -57,7 +58,7 @@ def test_mapped_masks_equal_those_of_single_clients() -> None:
     zero = torch.tensor(0)
 
     def masked(words: Tensor, client: Tensor) -> Tensor:
-        return draw(DropoutKey(words, zero, client, zero), 50, is_mapped=True)
+        return draw(StepKey(words, zero, client, zero), 50, is_mapped=True)
 
     together = torch.func.vmap(masked)(words, torch.tensor([0, 7]))
     assert torch.equal(together[0], draw(make_key(3), 50))
@@ -156,7 +157,7 @@ def test_bernoulli_that_cannot_be_written_under_vmap_is_never_uninitialized() ->
 
     def noise(client: Tensor) -> tuple[Tensor, Tensor]:
         target = torch.empty(8)
-        key = DropoutKey(seed_words(0), zero, client, zero)
+        key = StepKey(seed_words(0), zero, client, zero)
         with KeyedDropout(key, is_mapped=True):
             result = target.bernoulli_(0.5)
         return result, target + 0 * client

@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from fedcog.models.checks import ModelError
     from fedcog.models.functional import Model
     from fedcog.models.generators import ConvGenerator
+    from fedcog.models.ops.keyed_random import KeyedRandom
     from fedcog.runs.config.composition import make_algorithm
     from fedcog.runs.config.experiment import Experiment
     from fedcog.runs.pretrained import pretrain
@@ -93,6 +94,7 @@ _MODULES = {
     "fedcog.models.checks": "ModelError",
     "fedcog.models.functional": "Model",
     "fedcog.models.generators": "ConvGenerator",
+    "fedcog.models.ops.keyed_random": "KeyedRandom",
     "fedcog.runs.config.composition": "make_algorithm",
     "fedcog.runs.config.experiment": "Experiment",
     "fedcog.runs.pretrained": "pretrain",
@@ -141,6 +143,7 @@ __all__ = [
     "Group",
     "HeteroFL",
     "Interrupted",
+    "KeyedRandom",
     "LocalWork",
     "Loss",
     "Model",

@@ -27,14 +27,12 @@ for number in range(300):
     Image.fromarray(pixels.astype(np.uint8)).save(file)
 
 # Every fifth image of a class becomes a test image. All are resized to 16 x 16. The file name says
-# who took an image.
+# who took an image, and every person becomes a client.
 data = fedcog.from_folder(folder, size=16, users=lambda file: file.stem.split("-")[0])
 print(data)
 
 experiment = fedcog.Experiment(
     algorithm=fedcog.FedCOG(start_round=4, count=32, steps=10),
-    partition="natural",  # every user is a client
-    clients=3,
     rounds=6,
     local_steps=10,
     batch_size=16,

@@ -130,12 +130,13 @@ def test_data_imports_only_rng_image_ops_and_a_few_libraries() -> None:
         "fedcog.core.user_modules",
         "fedcog.models.ops",
         "fedcog.models.ops.augmentation",
+        "fedcog.models.ops.keyed_random",
     }
     libraries = {"torch", "numpy", "sklearn", "PIL", "h5py", "flwr_datasets", "datasets"}
     for path in (ROOT / "data").rglob("*.py"):
         imported = imports(path)
-        internal = {name for name in imported if name.startswith("fedcog.")}
-        assert {name for name in internal if not name.startswith("fedcog.data")} <= allowed, path
+        modules = {name for name in imported if name in NAMES or name in allowed}
+        assert {name for name in modules if not name.startswith("fedcog.data")} <= allowed, path
         external = {name.split(".")[0] for name in imported} - {"fedcog"} - sys.stdlib_module_names
         assert external <= libraries, path
 
@@ -161,7 +162,10 @@ def test_data_imports_only_rng_image_ops_and_a_few_libraries() -> None:
         ("mlflow", {"fedcog.runs.tracking.mlflow"}),
         ("wandb", {"fedcog.runs.tracking.wandb", "fedcog.runs.tracking.wandb_files"}),
         ("flwr_datasets", {"fedcog.data.partitions.flwr_partitions"}),
-        ("datasets", {"fedcog.data.partitions.flwr_partitions"}),
+        (
+            "datasets",
+            {"fedcog.data.partitions.flwr_partitions", "fedcog.data.sources.hub"},
+        ),
         ("optuna", {"fedcog.studies.tuning.search"}),
         ("dp_accounting", {"fedcog.engine.privacy"}),
         ("cryptography", {"fedcog.deploy.certificates"}),
@@ -193,8 +197,10 @@ def test_algorithms_use_no_optimizer_loss_rng_or_client_axis() -> None:
         code = ast.parse(path.read_text())
         names = called_or_imported(code)
         for word in ("optim", "cross_entropy", "rand", "manual_seed", "isinstance"):
-            # FedGen trains its generator on the server with init_optimizer_state.
-            forbidden = {name for name in names if word in name.lower()} - {"init_optimizer_state"}
+            # FedGen trains its generator on the server with init_optimizer_state; a context has a
+            # StepKey, and no hook draws from it.
+            allowed = {"init_optimizer_state", "fedcog.models.ops.keyed_random"}
+            forbidden = {name for name in names if word in name.lower()} - allowed
             assert not forbidden, f"{path}: {forbidden}"
         arguments = {node.arg for node in ast.walk(code) if isinstance(node, ast.arg)}
         variables = {node.id for node in ast.walk(code) if isinstance(node, ast.Name)}

@@ -15,6 +15,7 @@ from fedcog.testing.toy_federation import (
     max_difference,
     random_images,
     random_multi_label,
+    random_tokens,
     random_vectors,
 )
 
@@ -30,6 +31,7 @@ __all__ = [
     "neutral_equals_fedavg",
     "random_images",
     "random_multi_label",
+    "random_tokens",
     "random_vectors",
     "resume_is_exact",
 ]

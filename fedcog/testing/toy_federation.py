@@ -13,6 +13,7 @@ from fedcog.core.optimizers import Optimizer
 from fedcog.core.tasks import make_task
 from fedcog.core.tree import Params, State
 from fedcog.data import Dataset, FederatedData, from_arrays
+from fedcog.data.client_batches import Augmentation
 from fedcog.engine.cohort import Cohort, CohortConfig, Mapping
 from fedcog.federation.backend import RoundRequest, RoundResult
 from fedcog.federation.client_sampling import Uniform
@@ -78,6 +79,28 @@ def random_multi_label(
     return from_arrays(x[:num_train], y[:num_train], x[num_train:], y[num_train:])
 
 
+def random_tokens(
+    num_train: int = 90, num_test: int = 20, length: int = 6, seed: int = 0
+) -> Dataset:
+    """Create random sequences of tokens below 12 with random labels.
+
+    Args:
+        num_train: Number of training examples.
+        num_test: Number of test examples.
+        length: Number of tokens of an example.
+        seed: Seed.
+
+    Returns:
+        The data set.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    total = num_train + num_test
+    x = torch.randint(0, 12, (total, length), generator=draw)
+    y = torch.randint(0, NUM_CLASSES, (total,), generator=draw)
+    names = [str(label) for label in range(NUM_CLASSES)]
+    return from_arrays(x[:num_train], y[:num_train], x[num_train:], y[num_train:], classes=names)
+
+
 def random_vectors(
     num_train: int = 60, num_test: int = 12, size: int = 5, seed: int = 0
 ) -> Dataset:
@@ -136,6 +159,7 @@ class ToyConfig(NamedTuple):
         device: torch device.
         skip_diverged: Whether to leave diverged clients out.
         seed: Seed.
+        augmentation: Changes the training examples of every batch.
     """
 
     dataset: Dataset | None = None
@@ -154,6 +178,7 @@ class ToyConfig(NamedTuple):
     device: str = "cpu"
     skip_diverged: bool = False
     seed: int = 3
+    augmentation: Augmentation | None = None
 
 
 class ToyFederation:
@@ -190,6 +215,7 @@ class ToyFederation:
             augment=self.dataset.augment,
             device=device,
             dtype=config.dtype,
+            augmentation=config.augmentation,
         )
         shape = self.dataset.input_shape
         if config.module is None:

@@ -28,9 +28,9 @@ from fedcog.core.tree import Params, State
 from fedcog.engine import cuda_graphs
 from fedcog.federation.server import Server
 from fedcog.models import generators
-from fedcog.testing import ToyFederation, max_difference, random_multi_label
+from fedcog.testing import ToyFederation, max_difference, random_multi_label, random_tokens
 from tests.support.engine_doubles import TracedGraphCache
-from tests.support.user_models import USER_MODELS, user_generator
+from tests.support.user_models import USER_MODELS, Tokens, jitter, user_generator
 
 pytestmark = pytest.mark.compiler
 
@@ -56,6 +56,8 @@ CASES: dict[str, tuple[Algorithm, dict[str, Any]]] = {
     ),
     "clipped": (dataclasses.replace(FEDCOG, inner=MOON()), {"clip": 1.0}),
     "dropout": (FEDCOG, {"module": USER_MODELS["dropout"]()}),
+    "tokens": (FEDCOG, {"module": Tokens, "dataset": random_tokens()}),
+    "augmentation": (FEDCOG, {"augmentation": jitter}),
     "several labels": (
         dataclasses.replace(FEDCOG, inner=MOON()),
         {"dataset": random_multi_label()},

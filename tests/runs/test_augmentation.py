@@ -12,21 +12,11 @@ import fedcog
 from fedcog import ConfigError, Experiment, FedCOG
 from fedcog.models.ops.keyed_random import KeyedRandom, StepKey, seed_words
 from fedcog.runs.setup import ExperimentSetup, UserObjects
+from tests.support.user_models import jitter
 
 TINY = Experiment(
     clients=4, rounds=2, local_steps=3, batch_size=8, threads=1, workers=1, partition="iid"
 )
-
-
-def jitter(x: Tensor, random: KeyedRandom) -> Tensor:
-    """Change brightness, add noise, flip and shift: every kind of random number."""
-    count = len(x)
-    x = x * (0.5 + random.uniform(count, 1, 1, 1).to(x.dtype))
-    x = x + 0.05 * random.normal(*x.shape).to(x.dtype)
-    flip = random.bernoulli(0.5, count, 1, 1, 1)
-    x = torch.where(flip, x.flip(3), x)
-    shift = random.integers(3, count, 1, 1, 1)
-    return torch.where(shift == 0, x, x.roll(1, 2))
 
 
 def losses(run: fedcog.Run) -> list[float]:

@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from fedcog import KeyedRandom
+
 
 class Residual(nn.Module):
     """Two convolutions with a shortcut, with GroupNorm."""
@@ -110,6 +112,37 @@ class Dropouts(nn.Module):
         )  # a bias before it would have no effect
         logits: Tensor = self.head(self.values(self.alpha(normalized)))
         return logits
+
+
+class Tokens(nn.Module):
+    """A network on tokens below 12, with dropout on embeddings and BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(12, 5)
+        self.drop = nn.Dropout(0.2)
+        self.mix = nn.Conv1d(5, 8, 3)
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 4)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        embedded: Tensor = self.drop(self.words(tokens))
+        return embedded
+
+    def forward_embedded(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(torch.relu(self.mix(x.mT)).mean(2)))
+        return logits
+
+
+def jitter(x: Tensor, random: KeyedRandom) -> Tensor:
+    """A user's augmentation of images, with every kind of random number."""
+    count = len(x)
+    x = x * (0.5 + random.uniform(count, 1, 1, 1).to(x.dtype))
+    x = x + 0.05 * random.normal(*x.shape).to(x.dtype)
+    flip = random.bernoulli(0.5, count, 1, 1, 1)
+    x = torch.where(flip, x.flip(3), x)
+    shift = random.integers(3, count, 1, 1, 1)
+    return torch.where(shift == 0, x, x.roll(1, 2))
 
 
 def user_generator(dropout: float = 0.5) -> nn.Module:

@@ -26,6 +26,7 @@ from fedcog.engine.local_training import autograd_gradient
 from fedcog.models.checks import TOKENS_HINT, ModelError
 from fedcog.models.functional import Model
 from fedcog.models.generators import check_generator
+from fedcog.models.tokens import EmbeddedNetwork, takes_tokens
 
 MAX_EXAMPLES = 10**12
 """Examples of a class that a client may have: larger sums would not be exact."""
@@ -118,6 +119,7 @@ class GeneratedData:
             The loss of the step, a 0-d tensor.
         """
         batch = self.batch(size)
+        model = EmbeddedNetwork(model) if takes_tokens(model) else model
         buffers = {name: value.clone() for name, value in model.named_buffers()}
         logits = functional_call(model, buffers, (batch["x"],))
         outputs = {"real": real, "made": logits}
@@ -142,7 +144,8 @@ def generate(
         global_model: The global model, in the state that local training starts from.
         previous_model: The client's model of its last round; None if it never took part.
         class_counts: The client's number of examples of each class, `(C,)`.
-        input_shape: Shape of one input, such as (1, 28, 28). Inputs are normalized, as the models
+        input_shape: Shape of one input, such as (1, 28, 28), or (64,) for 64 tokens, whose
+            embeddings are generated. Inputs are normalized, as the models
             take them.
         seed: Seed.
         round: Current round, from 0.
@@ -269,7 +272,7 @@ def _make_model(
         )
     if isinstance(generator, nn.Module):
         like = next(iter(model.params.values()))
-        model.generator = check_generator(generator, fedcog.noise, input_shape).to(like)
+        model.generator = check_generator(generator, fedcog.noise, model.continuous_shape).to(like)
     return model
 
 

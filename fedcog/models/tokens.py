@@ -40,6 +40,19 @@ def _forward(self: nn.Module, x: Tensor, embed_only: bool = False) -> Tensor:
     return logits
 
 
+class EmbeddedNetwork(nn.Module):
+    """A network on tokens, called with embeddings. Its weights are those of `network`."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits of embeddings `(B, ...)`."""
+        logits: Tensor = self.network.forward_embedded(x)  # type: ignore[operator]
+        return logits
+
+
 def continuous_shape(module: nn.Module, input_shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of one continuous input: of an embedding, for a network on tokens.
 

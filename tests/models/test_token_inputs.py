@@ -200,6 +200,18 @@ def test_input_optimization_refuses_network_without_gradient(
     assert fedcog.run(plain, out, data=data, model=RoundedTokens(), report=False).scores
 
 
+def test_generate_makes_embeddings_in_a_loop_of_ones_own() -> None:
+    network = Sentences()
+    made = fedcog.generate(
+        network, None, [30, 0, 0], (LENGTH,), round=1, client=0, count=6, steps=2
+    )
+    assert made.x.shape == (6, LENGTH, SIZE) and 0 not in made.y.tolist()
+    network.train()
+    loss = made.loss(nn.functional.cross_entropy(network(DATA.train_x), DATA.train_y), network)
+    loss.backward()
+    assert network.words.weight.grad is not None and network.mix.weight.grad is not None
+
+
 def test_generate_refuses_network_without_gradient() -> None:
     with pytest.raises(ModelError, match="no gradient with respect to its inputs"):
         fedcog.generate(

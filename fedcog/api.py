@@ -14,6 +14,7 @@ from fedcog.models.initialization import Network
 from fedcog.runs.compare import run_comparison
 from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.environment import torch_settings
+from fedcog.runs.records.frames import Runs
 from fedcog.runs.records.recorded_run import Run
 from fedcog.runs.records.run_directory import RunDirectory
 from fedcog.runs.runner import (
@@ -287,6 +288,39 @@ def write_report(paths: Sequence[Path], out: Path) -> Path:
     from fedcog.report import page  # imports matplotlib, which takes a second
 
     return RunDirectory(out).save_report(page(paths))
+
+
+def plot(runs: Runs, out: str | Path, metric: str = "") -> Path:
+    """Draw the learning curves of some runs, for one column of a paper.
+
+    A line is the mean over seeds, its band ± one sample standard deviation.
+
+    Args:
+        runs: A folder with runs below it, or runs.
+        out: The file, whose suffix decides the format: .pdf, .svg, or .png (300 dpi).
+        metric: Key as in `fedcog.frame`, such as "loss" or "local_test/accuracy_mean"; by default
+            the main metric on the test set.
+
+    Returns:
+        The path of the file. Equal runs give equal files.
+
+    Raises:
+        ConfigError: If no run has the metric, or the suffix is unknown.
+        RecordError: If the folder holds no run that can be read, or the file cannot be written.
+
+    Example:
+        ```python
+        import fedcog
+
+        algorithms = [fedcog.FedAvg(), fedcog.FedProx(mu=0.1)]
+        experiments = [fedcog.Experiment(one, rounds=2, local_steps=5) for one in algorithms]
+        runs = fedcog.compare(experiments, seeds=[0, 1], out="runs/two")
+        fedcog.plot(runs, "curves.pdf")
+        ```
+    """
+    from fedcog.report.paper_plot import write_curves  # imports matplotlib, which takes a second
+
+    return write_curves(runs, out, metric)
 
 
 def _objects(keywords: ObjectKeywords) -> UserObjects:

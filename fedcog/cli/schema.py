@@ -27,6 +27,7 @@ class Schema(NamedTuple):
         trackers: Names of trackers.
         searches: Names of hyperparameter searches.
         formats: Names of export formats.
+        table_formats: Names of formats of tables.
         theory: Default settings of `fedcog theory`.
         validation: Fraction of the data that a sweep holds out by default.
     """
@@ -39,6 +40,7 @@ class Schema(NamedTuple):
     trackers: list[str]
     searches: list[str]
     formats: list[str]
+    table_formats: list[str]
     theory: dict[str, int]
     validation: float
 
@@ -78,6 +80,7 @@ def schema_text() -> str:
     from fedcog.runs.records.export import SUFFIXES
     from fedcog.runs.tracking import TRACKERS
     from fedcog.studies import paper
+    from fedcog.studies.comparison_table import TableFormat
     from fedcog.studies.theory import TheoryPlan
     from fedcog.studies.tuning.search import Search
     from fedcog.studies.tuning.sweep import DEFAULT_VALIDATION
@@ -92,6 +95,7 @@ def schema_text() -> str:
         "trackers": list(TRACKERS),
         "searches": list(get_args(Search)),
         "formats": list(SUFFIXES),
+        "table_formats": list(get_args(TableFormat)),
         "theory": {name: plan[name] for name in ("clients", "rounds", "steps", "batch", "repeats")},
         "validation": DEFAULT_VALIDATION,
     }

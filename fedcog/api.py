@@ -1,7 +1,8 @@
 """The functions that users call: they carry out experiments and write the reports."""
 
+import contextlib
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, get_type_hints
 
@@ -11,7 +12,7 @@ from fedcog.core.metrics import MetricFunctions
 from fedcog.data import Dataset
 from fedcog.federation import torchrun
 from fedcog.models.initialization import Network
-from fedcog.runs.compare import run_comparison
+from fedcog.runs.compare import plan_runs, run_comparison
 from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.environment import torch_settings
 from fedcog.runs.records.frames import Runs
@@ -30,6 +31,7 @@ from fedcog.runs.torchrun_runs import follow
 from fedcog.runs.tracking import Tracker
 from fedcog.studies.tuning.sweep import (
     SearchOptions,
+    Sweep,
     SweepPlan,
     Tuned,
     plan_sweep,
@@ -61,11 +63,14 @@ class LoopKeywords(ObjectKeywords, total=False):
         should_stop: Called after every round; if it returns true, the run saves a checkpoint and
             raises `Interrupted`.
         command: The command line to record in `provenance.json`.
+        progress: Whether to show progress on stderr. By default it is shown on a terminal and in a
+            notebook. False: never. True: in plain lines where there is neither.
     """
 
     callbacks: Callback | Sequence[Callback]
     should_stop: Callable[[], bool] | None
     command: str | None
+    progress: bool | None
 
 
 class SweepKeywords(LoopKeywords, SearchOptions, total=False):
@@ -113,7 +118,8 @@ def run(
             every round. `should_stop`: asked after every round; if true, the run stops with
             `Interrupted`. `track`: trackers, which change no result. `metrics`: functions of
             logits and labels by name, recorded after every evaluated round. `command`: the command
-            line to record.
+            line to record. `progress`: whether to show progress on stderr; by default on a
+            terminal and in a notebook only.
 
     Returns:
         The recorded run.
@@ -139,11 +145,16 @@ def run(
         resume=keywords.get("resume", False), trackers=_trackers(keywords)
     )
     complete = round_loop(experiment)
+    directory = Path(out or default_directory(experiment))
     with torch_settings(experiment):
         if torchrun.is_follower():
             experiment = with_user_objects(experiment, objects)
-            return follow(experiment, Path(out or default_directory(experiment)), objects)
-        with Runner(experiment, out, objects, options) as runner:
+            return follow(experiment, directory, objects)
+        num_done = RunDirectory(directory).checkpoint_round() if options.resume else 0
+        with (
+            _shown(options, keywords, experiment.rounds, num_done) as shown_options,
+            Runner(experiment, out, objects, shown_options) as runner,
+        ):
             finished = complete(runner)
     if keywords.get("report", True):
         write_report([finished.path], finished.path)
@@ -167,8 +178,8 @@ def compare(
         seeds: The seeds.
         out: Folder of the comparison.
         **keywords: `data`, `model`, `generator`, `callbacks`, `should_stop`, `track`, `metrics`,
-            `command`: see `run`. With several seeds, `model` is a class or a function, not an
-            instance.
+            `command`, `progress`: see `run`. With several seeds, `model` is a class or a function,
+            not an instance.
 
     Returns:
         All runs.
@@ -189,7 +200,11 @@ def compare(
     _check_keywords("compare", keywords, CompareKeywords)
     options = _options(keywords)._replace(trackers=_trackers(keywords))
     objects = _with_metrics(_objects(keywords), keywords)
-    runs = run_comparison(experiments, seeds, out, objects, options)
+    planned = plan_runs(out, experiments, seeds)
+    num_rounds = sum(experiment.rounds for experiment, _ in planned)
+    num_done = sum(RunDirectory(path).checkpoint_round() for _, path in planned)
+    with _shown(options, keywords, num_rounds, num_done) as shown_options:
+        runs = run_comparison(experiments, seeds, out, objects, shown_options)
     write_report([one.path for one in runs], Path(out))
     return runs
 
@@ -213,8 +228,8 @@ def sweep(
         out: Folder of results and report.
         **keywords: `search` ("grid", "random" or "optuna"; default "random"), `trials` per
             algorithm (8), `seed` of the search (0), `trial_seeds` ((100,)), `seeds` of the final
-            runs ((0, 1, 2)); `data`, `model`, `generator`, `callbacks`, `should_stop` and
-            `command`: see `run`.
+            runs ((0, 1, 2)); `data`, `model`, `generator`, `callbacks`, `should_stop`, `command`
+            and `progress`: see `run`.
 
     Returns:
         Each algorithm with its trials and final runs.
@@ -242,7 +257,10 @@ def sweep(
         if name in keywords:
             search[name] = keywords[name]  # type: ignore[literal-required]
     plan = plan_sweep(experiments, space, data=objects.data, model=objects.model, **search)
-    return run_planned_sweep(plan, out, objects, options)
+    num_done = plan.total_rounds - Sweep(plan, out).rounds_left()
+    varying = tuple(plan.space)
+    with _shown(options, keywords, plan.total_rounds, num_done, varying) as shown_options:
+        return run_planned_sweep(plan, out, objects, shown_options)
 
 
 def run_planned_sweep(
@@ -321,6 +339,36 @@ def plot(runs: Runs, out: str | Path, metric: str = "") -> Path:
     from fedcog.report.paper_plot import write_curves  # imports matplotlib, which takes a second
 
     return write_curves(runs, out, metric)
+
+
+@contextlib.contextmanager
+def _shown(
+    options: RunOptions,
+    keywords: LoopKeywords,
+    num_rounds: int,
+    num_done: int,
+    varying: Sequence[str] = (),
+) -> Iterator[RunOptions]:
+    """Show progress until the end of the block, if it is wanted and rounds are left.
+
+    Args:
+        options: How the runs are carried out.
+        keywords: Keyword arguments of the user.
+        num_rounds: Number of all rounds.
+        num_done: Number of rounds that are already finished.
+        varying: Settings that differ between runs, to show with each.
+
+    Yields:
+        The options, with a callback that shows each round.
+    """
+    from fedcog.runs.progress import RunProgress, choose_display  # imports rich
+
+    display = choose_display(keywords.get("progress"))
+    if display == "none" or num_done >= num_rounds:
+        yield options
+        return
+    with RunProgress(num_rounds, num_done, display, varying=varying) as progress:
+        yield options._replace(callbacks=(progress.show_round, *options.callbacks))
 
 
 def _objects(keywords: ObjectKeywords) -> UserObjects:

@@ -30,6 +30,8 @@ class Schema(NamedTuple):
         table_formats: Names of formats of tables.
         theory: Default settings of `fedcog theory`.
         validation: Fraction of the data that a sweep holds out by default.
+        sizes: What a client sends, receives and keeps under every algorithm, as measured by
+            `measure_sizes` in `studies/catalog.py`.
     """
 
     settings: dict[str, Setting]
@@ -43,6 +45,7 @@ class Schema(NamedTuple):
     table_formats: list[str]
     theory: dict[str, int]
     validation: float
+    sizes: dict[str, dict[str, Any]]
 
 
 @functools.cache
@@ -80,6 +83,7 @@ def schema_text() -> str:
     from fedcog.runs.records.export import SUFFIXES
     from fedcog.runs.tracking import TRACKERS
     from fedcog.studies import paper
+    from fedcog.studies.catalog import measure_sizes
     from fedcog.studies.comparison_table import TableFormat
     from fedcog.studies.theory import TheoryPlan
     from fedcog.studies.tuning.search import Search
@@ -98,6 +102,7 @@ def schema_text() -> str:
         "table_formats": list(get_args(TableFormat)),
         "theory": {name: plan[name] for name in ("clients", "rounds", "steps", "batch", "repeats")},
         "validation": DEFAULT_VALIDATION,
+        "sizes": {name: sizes._asdict() for name, sizes in measure_sizes().items()},
     }
     return json.dumps(content, indent=1) + "\n"
 

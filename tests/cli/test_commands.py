@@ -176,7 +176,7 @@ def test_all_configuration_errors_are_reported_at_once(capsys: pytest.CaptureFix
         ("report nowhere", "there is no run in or below nowhere"),
         ("data get mnist", "invalid choice: 'mnist'"),
         ("data get cifar100 --data-dir /proc/nowhere", "cannot be written"),
-        ("compare", "compare needs at least one algorithm"),
+        ("compare --rounds 3", "compare needs at least one algorithm"),
         ("compare --algorithms fedavg --fedcog", "compare takes --algorithms and --seeds"),
         ("compare --algorithms fedavg --seed 3", "compare takes --algorithms and --seeds"),
         ("compare --algorithms fedavg --seeds ²", "seeds needs integers"),

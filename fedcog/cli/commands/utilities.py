@@ -16,7 +16,7 @@ from fedcog.deploy import project
 from fedcog.runs.config.experiment import read_experiment
 from fedcog.runs.records.run_directory import write_file
 from fedcog.runs.setup import apply_shifts, split_dataset
-from fedcog.studies.catalog import describe_algorithms, markdown, settings_markdown
+from fedcog.studies.catalog import markdown, settings_markdown
 
 
 def list_command(options: argparse.Namespace, rest: list[str]) -> int:
@@ -32,7 +32,7 @@ def list_command(options: argparse.Namespace, rest: list[str]) -> int:
     flags.refuse_rest(rest)
     if options.markdown:
         if options.what == "algorithms":
-            print(markdown(describe_algorithms()), end="")
+            print(markdown(output.described_algorithms()), end="")
         elif options.what == "settings":
             print(settings_markdown(), end="")
         else:

@@ -109,12 +109,23 @@ def test_compare_and_sweep_count_all_rounds(
     assert totals[2:] == [(2, 0), (3, 2)]
 
 
-def test_command_shows_one_bar_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("style", "display"), [([], "bar"), (["--plain"], "lines")])
+def test_command_shows_progress_once(tmp_path: Path, style: list[str], display: str) -> None:
     flags = ["--rounds=2", "--local-steps=1", "--clients=2", "--partition=iid", "--threads=1"]
-    program = f"from fedcog.cli.main import main\nmain(['run', '--out=run', *{flags}])"
-    stderr = run_python(program, tmp_path, terminal=True)[1]
-    last_frame = stderr.rsplit("\r", 1)[-1]
-    assert stderr.count("\n") == 1 and "round 2/2" in stderr, last_frame
+    flags += style
+    program = f"""
+from fedcog.cli.main import main
+from fedcog.runs.progress import RunProgress
+
+displays = []
+start = RunProgress.__enter__
+RunProgress.__enter__ = lambda self: displays.append(self._display) or start(self)
+main(["run", "--out=run", *{flags}])
+print(displays)
+"""
+    stdout, stderr = run_python(program, tmp_path, terminal=True)
+    assert stdout.endswith(f"\n['{display}']\n")
+    assert ("round 2/2" if display == "bar" else "round 2 of 2") in stderr
 
 
 @pytest.mark.parametrize(

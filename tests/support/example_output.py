@@ -13,5 +13,6 @@ EXPECTED_OUTPUT = {
     "own_torch_dataset": r"400 \+ 200 examples of float32 \[32\], 3 classes\)\nlast \d+\.\d%, best",
     "personalise": r"Ditto with FedCOG +\d+\.\d% +\d+\.\d% +\d+\.\d%\n",
     "stop_and_resume": r"stopped after round 5 of 8\n(.*\n)*last .*; the checkpoints are the same",
+    "tables_and_plots": r"\| method \|(.*\n)*\| fedprox \| .* \(n = 3\) \|\n(.*\n)*  fedavg: \d",
     "unequal_devices": r"the global model, last: \d+\.\d%",
 }

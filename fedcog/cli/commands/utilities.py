@@ -55,6 +55,10 @@ def partition_command(options: argparse.Namespace, rest: list[str]) -> int:
         The exit code.
     """
     values, faults = flags.read_values(options, rest)
+    if options.figure and Path(options.figure).suffix.lower() != ".svg":
+        faults.append(
+            f"--figure draws an SVG: choose a name that ends in .svg, not {options.figure}."
+        )
     experiment = ready_experiment(values, faults, options.known)
     dataset = registry.load(experiment.dataset, experiment.data_dir or None)
     indices = split_dataset(experiment, dataset)

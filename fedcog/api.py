@@ -314,7 +314,7 @@ def plot(runs: Runs, out: str | Path, metric: str = "") -> Path:
     A line is the mean over seeds, its band ± one sample standard deviation.
 
     Args:
-        runs: A folder with runs below it, or runs.
+        runs: A folder with runs below it, or runs and folders.
         out: The file, whose suffix decides the format: .pdf, .svg, or .png (300 dpi).
         metric: Key as in `fedcog.frame`, such as "loss" or "local_test/accuracy_mean"; by default
             the main metric on the test set.

@@ -23,7 +23,7 @@ from fedcog.report.figures import (
 )
 from fedcog.report.run_values import RoundLine, over_rounds
 from fedcog.runs.records.frames import Runs, as_runs
-from fedcog.runs.records.metric_series import check_metric, is_score, metric_label
+from fedcog.runs.records.metric_series import is_score, metric_label, with_values
 from fedcog.runs.records.run_directory import write_file
 from fedcog.runs.records.summary import group
 from fedcog.runs.tracking.values import round_metrics
@@ -80,7 +80,7 @@ def write_curves(runs: Runs, out: str | Path, metric: str = "") -> Path:
     """Draw the learning curves of some runs, as `fedcog.plot`.
 
     Args:
-        runs: A folder with runs below it, or runs.
+        runs: A folder with runs below it, or runs and folders.
         out: The file, whose suffix decides the format: .pdf, .svg or .png.
         metric: Key as in `fedcog.frame`; by default the main metric on the test set.
 
@@ -92,8 +92,7 @@ def write_curves(runs: Runs, out: str | Path, metric: str = "") -> Path:
         RecordError: If no run can be read, or the file cannot be written.
     """
     suffix = check_figure_name(out)
-    chosen = as_runs(runs)
-    check_metric(chosen, metric)
+    chosen = with_values(as_runs(runs), metric)
     curves: list[Curve] = []
     groups = group(chosen)
     for label, each in zip(_short_labels([one.label for one in groups]), groups, strict=True):

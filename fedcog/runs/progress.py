@@ -166,12 +166,8 @@ class RunProgress:
 
 
 def _is_notebook() -> bool:
-    """Return whether the code runs in a Jupyter kernel."""
-    if "IPython" not in sys.modules:
-        return False
-    from IPython import get_ipython
-
-    return type(get_ipython()).__name__ == "ZMQInteractiveShell"
+    """Return whether the code runs in a notebook: of Jupyter, Colab or Databricks."""
+    return Console().is_jupyter
 
 
 def _score_text(experiment: Experiment, line: Mapping[str, Any]) -> str:

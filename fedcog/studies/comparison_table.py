@@ -10,11 +10,11 @@ from typing import Any, Literal, NamedTuple, get_args
 from fedcog.core.settings import ConfigError, unknown_name
 from fedcog.runs.records.frames import Runs, as_runs
 from fedcog.runs.records.metric_series import (
-    check_metric,
     is_cost,
     is_score,
     metric_label,
     series,
+    with_values,
 )
 from fedcog.runs.records.recorded_run import Run
 from fedcog.runs.records.summary import Spread, differing, result_settings, settings_label, spread
@@ -99,7 +99,7 @@ def table(
     standard deviation, and the number of pairs.
 
     Args:
-        runs: A folder with runs below it, or runs.
+        runs: A folder with runs below it, or runs and folders.
         format: "markdown", "latex" (for the package booktabs) or "csv" (one line per cell, plain
             numbers).
         metric: Key as in `fedcog.frame`, such as "loss" or "local_test/accuracy_mean"; by default
@@ -127,7 +127,7 @@ def table(
     """
     if format not in get_args(TableFormat):
         raise ConfigError([unknown_name("format", str(format), get_args(TableFormat))])
-    chosen = as_runs(runs)
+    chosen = with_values(as_runs(runs), metric)
     for warning in _warnings(chosen):
         warnings.warn(warning, stacklevel=2)
     comparison = compare_runs(chosen, metric, best, baseline)
@@ -185,8 +185,7 @@ def compare_runs(
     Raises:
         ConfigError: If no run has the metric, or there is no such baseline.
     """
-    check_metric(runs, metric)
-    runs = [run for run in runs if run.diverged or series(run, metric)]
+    runs = with_values(runs, metric)
     members = _members(runs)
     methods = list(dict.fromkeys(method for method, _ in members))
     chosen_baseline = _baseline(methods, baseline)
@@ -310,7 +309,9 @@ def _is_best(comparison: Comparison, setting: str, cell: Cell) -> bool:
 
 
 def _number(comparison: Comparison, value: float, sign: str = "") -> str:
-    return f"{100 * value:{sign}.2f}" if comparison.is_score else f"{value:{sign}.4g}"
+    if not comparison.is_score:
+        return f"{value:{sign}.4g}"
+    return f"{round(100 * value, 2) + 0.0:{sign}.2f}"  # never -0.00
 
 
 def _spread_text(comparison: Comparison, value: Spread, sign: str = "") -> str:

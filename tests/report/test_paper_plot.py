@@ -49,6 +49,12 @@ def test_lines_are_means_and_bands_are_deviations(tmp_path: Path, figures: list[
     assert axes.get_ylabel() == "test accuracy (%)" and axes.get_xlabel() == "round"
 
 
+def test_trials_of_a_sweep_do_not_lengthen_labels(tmp_path: Path, figures: list[Figure]) -> None:
+    trial = make_run([0.3], metric="validation_accuracy", lr=0.5, evaluate_local=False)
+    fedcog.plot([make_run([0.4], lr=0.1), trial], tmp_path / "curves.png")
+    assert legend_texts(figures[0]) == ["fedavg"]
+
+
 def test_png_is_one_column_wide_at_300_dpi(tmp_path: Path) -> None:
     with Image.open(fedcog.plot(two_methods(), tmp_path / "curves.png")) as image:
         assert image.width == round(3.3 * 300) and 500 < image.height < 900
@@ -105,9 +111,10 @@ def test_long_labels_and_many_groups_stay_inside_the_figure(
     assert len(set(labels)) == 12
     assert labels[0].replace("\n", " ") == "fedprox (mu=0.1, lr=0.01, momentum=0.5)"
     figure.canvas.draw()
-    legend, axes = figure.legends[0].get_window_extent(), figure.axes[0].get_window_extent()
-    width, height = figure.bbox.width, figure.bbox.height
-    assert legend.x0 >= 0 and legend.x1 <= width and legend.y1 <= height + 1
+    legend = figure.legends[0].get_window_extent()
+    axes = figure.axes[0].get_window_extent()
+    assert legend.x0 >= 0 and legend.x1 <= figure.bbox.width
+    assert legend.y1 <= figure.bbox.height + 1
     assert axes.y1 <= legend.y0, "the legend is above the curves"
     assert axes.height > 1.2 * figure.dpi
 

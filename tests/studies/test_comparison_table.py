@@ -17,6 +17,7 @@ from fedcog.runs.records.run_directory import RunDirectory
 from fedcog.studies.comparison_table import table_format
 
 FEDAVG = {0: [0.2, 0.5, 0.4], 1: [0.3, 0.6, 0.55], 2: [0.1, 0.4, 0.45]}
+TRIAL = {"evaluate_test": False, "evaluate_local": False}
 FEDPROX = {0: [0.3, 0.45, 0.6], 2: [0.2, 0.7, 0.5], 3: [0.1, 0.9, 0.8]}
 
 
@@ -120,9 +121,14 @@ def test_metrics_of_evaluations_have_keys_as_trackers_have_them() -> None:
 
 
 def test_diverged_run_has_no_last_value() -> None:
-    fine, diverged = make_run([0.5, 0.6]), make_run([0.9], seed=1, rounds=2)
-    diverged = dataclasses.replace(diverged, diverged="in round 2")
+    fine = make_run([0.5, 0.6])
+    diverged = dataclasses.replace(make_run([0.9], seed=1, rounds=2), diverged="in round 2")
     assert cells(fedcog.table([fine, diverged]))["fedavg"] == ["60.00 (1 of 2 diverged)"]
+    trial = dataclasses.replace(diverged, lines=[], path=Path("trial"))
+    trial = dataclasses.replace(
+        trial, experiment=dataclasses.replace(trial.experiment, validation=0.2, **TRIAL)
+    )
+    assert list(cells(fedcog.table([fine, trial])))[2:] == ["fedavg"], "trials have no row"
     only = cells(fedcog.table([fine, dataclasses.replace(diverged, lines=[])], best=True))
     assert only["fedavg"] == ["60.00 (1 of 2 diverged)"]
 

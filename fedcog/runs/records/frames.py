@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 COLUMNS = ("algorithm", "dataset", "partition", "seed", "group", "round")
 """The first columns of a frame."""
 
-Runs = str | Path | Sequence[Run]
-"""A folder with runs below it, or runs."""
+Runs = str | Path | Sequence[Run | str | Path]
+"""A folder with runs below it, or runs and folders."""
 
 
 def frame(runs: Runs) -> "DataFrame":
     """Return the rounds of some runs as a pandas DataFrame, one row per round.
 
     Args:
-        runs: A folder with runs below it, or runs.
+        runs: A folder with runs below it, or runs and folders.
 
     Returns:
         The columns `algorithm`, `dataset`, `partition`, `seed`, `group` (the label of
@@ -66,20 +66,23 @@ def frame(runs: Runs) -> "DataFrame":
 
 
 def as_runs(runs: Runs) -> list[Run]:
-    """Return runs, which are read if a folder is given.
+    """Return runs, which are read if folders are given.
 
     Args:
-        runs: A folder with runs below it, or runs.
+        runs: A folder with runs below it, or runs and folders.
 
     Returns:
         The runs; each path once.
 
     Raises:
-        RecordError: If the folder holds no run that can be read.
+        RecordError: If a folder holds no run that can be read.
     """
     if isinstance(runs, str | Path):
-        return read_all(runs)
-    return list({run.path: run for run in runs}.values())
+        runs = [runs]
+    found: list[Run] = []
+    for one in runs:
+        found += read_all(one) if isinstance(one, str | Path) else [one]
+    return list({run.path: run for run in found}.values())
 
 
 def _identity(run: Run, label: str) -> dict[str, Any]:

@@ -30,18 +30,27 @@ def series(run: Run, metric: str = "") -> list[tuple[int, float]]:
     return [(round, value) for round, value in values if value is not None]
 
 
-def check_metric(runs: Sequence[Run], metric: str) -> None:
-    """Refuse a metric that no run has.
+def with_values(runs: Sequence[Run], metric: str = "") -> list[Run]:
+    """Return the runs that have a metric, or diverged before they could have it.
+
+    The trials of a sweep, which never use the test set, have no scores on it.
 
     Args:
         runs: The runs.
         metric: Key as in `series`.
 
+    Returns:
+        The runs; at least one has the metric.
+
     Raises:
-        ConfigError: If no run has it; the error names close ones.
+        ConfigError: If no run has the metric; the error names close ones.
     """
     if any(series(run, metric) for run in runs):
-        return
+        return [
+            run
+            for run in runs
+            if series(run, metric) or (run.diverged and run.experiment.evaluate_test)
+        ]
     if not metric:
         raise ConfigError(["no round has been evaluated on test examples: name a metric."])
     known = dict.fromkeys(key for run in runs for line in run.lines for key in round_metrics(line))

@@ -167,6 +167,7 @@ def draw_curves(
     if all(len(line.points) < 2 for line in lines) and not marks:
         rounds = [round for line in lines for round, _ in line.points]
         axes.set_xlim(min(rounds) - 1, max(rounds) + 1)
+        axes.set_xticks(sorted({*rounds}))
     if whole_range:
         axes.set_ylim(-3, 103)
     elif percent:

@@ -91,6 +91,7 @@ def test_one_evaluated_round_is_a_point_with_an_error_bar(
     ends = bar.get_segments()[0][:, 1]
     deviation = 100 * statistics.stdev([0.4, 0.6])
     assert list(ends) == pytest.approx([50 - deviation, 50 + deviation])
+    assert list(axes.get_xticks()) == [1]
 
 
 def long_runs() -> list[Run]:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         StepGradient,
         Wrapper,
     )
-    from fedcog.api import compare, partition, run, sweep
+    from fedcog.api import compare, partition, plot, run, sweep
     from fedcog.core import tree
     from fedcog.core.errors import Interrupted
     from fedcog.core.settings import ConfigError, setting
@@ -69,10 +69,12 @@ if TYPE_CHECKING:
     from fedcog.runs.config.experiment import Experiment
     from fedcog.runs.pretrained import pretrain
     from fedcog.runs.records.export import export
-    from fedcog.runs.records.recorded_run import Run, load, read
+    from fedcog.runs.records.frames import frame
+    from fedcog.runs.records.recorded_run import Run, load, read, read_all
     from fedcog.runs.records.run_directory import RecordError
     from fedcog.runs.records.summary import Group, group
     from fedcog.runs.tracking import Tracker
+    from fedcog.studies.comparison_table import table
     from fedcog.studies.tuning.sweep import Tuned
 
 _MODULES = {
@@ -81,7 +83,7 @@ _MODULES = {
         "FedAvg FedAvgM FedCOG FedDecorr FedDyn FedExP FedGen FedNova FedProx FedReg FedRep FedSAM "
         "FederationInit HeteroFL LocalWork Loss StepGradient Wrapper"
     ),
-    "fedcog.api": "compare partition run sweep",
+    "fedcog.api": "compare partition plot run sweep",
     "fedcog.core": "tree",
     "fedcog.core.errors": "Interrupted",
     "fedcog.core.settings": "ConfigError setting",
@@ -99,10 +101,12 @@ _MODULES = {
     "fedcog.runs.config.experiment": "Experiment",
     "fedcog.runs.pretrained": "pretrain",
     "fedcog.runs.records.export": "export",
-    "fedcog.runs.records.recorded_run": "Run load read",
+    "fedcog.runs.records.frames": "frame",
+    "fedcog.runs.records.recorded_run": "Run load read read_all",
     "fedcog.runs.records.run_directory": "RecordError",
     "fedcog.runs.records.summary": "Group group",
     "fedcog.runs.tracking": "Tracker",
+    "fedcog.studies.comparison_table": "table",
     "fedcog.studies.tuning.sweep": "Tuned",
 }
 """Where exported names are defined."""
@@ -161,6 +165,7 @@ __all__ = [
     "compare",
     "distillation_loss",
     "export",
+    "frame",
     "from_arrays",
     "from_folder",
     "from_torch",
@@ -170,11 +175,14 @@ __all__ = [
     "load_dataset",
     "make_algorithm",
     "partition",
+    "plot",
     "pretrain",
     "read",
+    "read_all",
     "run",
     "setting",
     "sweep",
+    "table",
     "tree",
 ]
 

@@ -1,7 +1,8 @@
 """The functions that users call: they carry out experiments and write the reports."""
 
+import contextlib
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, get_type_hints
 
@@ -12,10 +13,11 @@ from fedcog.data import Dataset
 from fedcog.data.client_batches import Augmentation
 from fedcog.federation import torchrun
 from fedcog.models.initialization import Network
-from fedcog.runs.compare import run_comparison
+from fedcog.runs.compare import plan_runs, run_comparison
 from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.environment import torch_settings
 from fedcog.runs.experiment_data import split_dataset
+from fedcog.runs.records.frames import Runs
 from fedcog.runs.records.recorded_run import Run
 from fedcog.runs.records.run_directory import RunDirectory
 from fedcog.runs.runner import (
@@ -31,6 +33,7 @@ from fedcog.runs.torchrun_runs import follow
 from fedcog.runs.tracking import Tracker
 from fedcog.studies.tuning.sweep import (
     SearchOptions,
+    Sweep,
     SweepPlan,
     Tuned,
     plan_sweep,
@@ -65,11 +68,14 @@ class LoopKeywords(ObjectKeywords, total=False):
         should_stop: Called after every round; if it returns true, the run saves a checkpoint and
             raises `Interrupted`.
         command: The command line to record in `provenance.json`.
+        progress: Whether to show progress on stderr. By default it is shown on a terminal and in a
+            notebook. False: never. True: in plain lines where there is neither.
     """
 
     callbacks: Callback | Sequence[Callback]
     should_stop: Callable[[], bool] | None
     command: str | None
+    progress: bool | None
 
 
 class SweepKeywords(LoopKeywords, SearchOptions, total=False):
@@ -119,7 +125,8 @@ def run(
             every round. `should_stop`: asked after every round; if true, the run stops with
             `Interrupted`. `track`: trackers, which change no result. `metrics`: functions of
             logits and labels by name, recorded after every evaluated round. `command`: the command
-            line to record.
+            line to record. `progress`: whether to show progress on stderr; by default on a
+            terminal and in a notebook only.
 
     Returns:
         The recorded run.
@@ -145,11 +152,16 @@ def run(
         resume=keywords.get("resume", False), trackers=_trackers(keywords)
     )
     complete = round_loop(experiment)
+    directory = Path(out or default_directory(experiment))
     with torch_settings(experiment):
         if torchrun.is_follower():
             experiment = with_user_objects(experiment, objects)
-            return follow(experiment, Path(out or default_directory(experiment)), objects)
-        with Runner(experiment, out, objects, options) as runner:
+            return follow(experiment, directory, objects)
+        num_done = RunDirectory(directory).checkpoint_round() if options.resume else 0
+        with (
+            _shown(options, keywords, experiment.rounds, num_done) as shown_options,
+            Runner(experiment, out, objects, shown_options) as runner,
+        ):
             finished = complete(runner)
     if keywords.get("report", True):
         write_report([finished.path], finished.path)
@@ -173,8 +185,8 @@ def compare(
         seeds: The seeds.
         out: Folder of the comparison.
         **keywords: `data`, `model`, `generator`, `augmentation`, `callbacks`, `should_stop`,
-            `track`, `metrics`, `command`: see `run`. With several seeds, `model` is a class or a
-            function, not an instance.
+            `track`, `metrics`, `command`, `progress`: see `run`. With several seeds, `model` is a
+            class or a function, not an instance.
 
     Returns:
         All runs.
@@ -195,7 +207,11 @@ def compare(
     _check_keywords("compare", keywords, CompareKeywords)
     options = _options(keywords)._replace(trackers=_trackers(keywords))
     objects = _with_metrics(_objects(keywords), keywords)
-    runs = run_comparison(experiments, seeds, out, objects, options)
+    planned = plan_runs(out, experiments, seeds)
+    num_rounds = sum(experiment.rounds for experiment, _ in planned)
+    num_done = sum(RunDirectory(path).checkpoint_round() for _, path in planned)
+    with _shown(options, keywords, num_rounds, num_done) as shown_options:
+        runs = run_comparison(experiments, seeds, out, objects, shown_options)
     write_report([one.path for one in runs], Path(out))
     return runs
 
@@ -220,7 +236,7 @@ def sweep(
         **keywords: `search` ("grid", "random" or "optuna"; default "random"), `trials` per
             algorithm (8), `seed` of the search (0), `trial_seeds` ((100,)), `seeds` of the final
             runs ((0, 1, 2)); `data`, `model`, `generator`, `augmentation`, `callbacks`,
-            `should_stop` and `command`: see `run`.
+            `should_stop`, `command` and `progress`: see `run`.
 
     Returns:
         Each algorithm with its trials and final runs.
@@ -248,7 +264,10 @@ def sweep(
         if name in keywords:
             search[name] = keywords[name]  # type: ignore[literal-required]
     plan = plan_sweep(experiments, space, data=objects.data, model=objects.model, **search)
-    return run_planned_sweep(plan, out, objects, options)
+    num_done = plan.total_rounds - Sweep(plan, out).rounds_left()
+    varying = tuple(plan.space)
+    with _shown(options, keywords, plan.total_rounds, num_done, varying) as shown_options:
+        return run_planned_sweep(plan, out, objects, shown_options)
 
 
 class PartitionKeywords(TypedDict, total=False):
@@ -347,6 +366,69 @@ def write_report(paths: Sequence[Path], out: Path) -> Path:
     from fedcog.report import page  # imports matplotlib, which takes a second
 
     return RunDirectory(out).save_report(page(paths))
+
+
+def plot(runs: Runs, out: str | Path, metric: str = "") -> Path:
+    """Draw the learning curves of some runs, for one column of a paper.
+
+    A line is the mean over seeds, its band ± one sample standard deviation.
+
+    Args:
+        runs: A folder with runs below it, or runs and folders.
+        out: The file, whose suffix decides the format: .pdf, .svg, or .png (300 dpi).
+        metric: Key as in `fedcog.frame`, such as "loss" or "local_test/accuracy_mean"; by default
+            the main metric on the test set.
+
+    Returns:
+        The path of the file. Equal runs give equal files.
+
+    Raises:
+        ConfigError: If no run has the metric, or the suffix is unknown.
+        RecordError: If the folder holds no run that can be read, or the file cannot be written.
+
+    Example:
+        ```python
+        import fedcog
+
+        algorithms = [fedcog.FedAvg(), fedcog.FedProx(mu=0.1)]
+        experiments = [fedcog.Experiment(one, rounds=2, local_steps=5) for one in algorithms]
+        runs = fedcog.compare(experiments, seeds=[0, 1], out="runs/two")
+        fedcog.plot(runs, "curves.pdf")
+        ```
+    """
+    from fedcog.report.paper_plot import write_curves  # imports matplotlib, which takes a second
+
+    return write_curves(runs, out, metric)
+
+
+@contextlib.contextmanager
+def _shown(
+    options: RunOptions,
+    keywords: LoopKeywords,
+    num_rounds: int,
+    num_done: int,
+    varying: Sequence[str] = (),
+) -> Iterator[RunOptions]:
+    """Show progress until the end of the block, if it is wanted and rounds are left.
+
+    Args:
+        options: How the runs are carried out.
+        keywords: Keyword arguments of the user.
+        num_rounds: Number of all rounds.
+        num_done: Number of rounds that are already finished.
+        varying: Settings that differ between runs, to show with each.
+
+    Yields:
+        The options, with a callback that shows each round.
+    """
+    from fedcog.runs.progress import RunProgress, choose_display  # imports rich
+
+    display = choose_display(keywords.get("progress"))
+    if display == "none" or num_done >= num_rounds:
+        yield options
+        return
+    with RunProgress(num_rounds, num_done, display, varying=varying) as progress:
+        yield options._replace(callbacks=(progress.show_round, *options.callbacks))
 
 
 def _objects(keywords: ObjectKeywords) -> UserObjects:

@@ -37,6 +37,7 @@ OPTIONAL_PACKAGES = {
     "flwr-datasets": ("flwr_datasets", "flwr-datasets", "--partition flwr-..."),
     "optuna": ("optuna", "optuna", "fedcog sweep --search optuna"),
     "onnxscript": ("onnxscript", "onnx", "fedcog export --format onnx"),
+    "pandas": ("pandas", "pandas", "fedcog.frame"),
     "tensorboard": ("tensorboard", "tensorboard", "--track tensorboard"),
     "mlflow-skinny": ("mlflow", "mlflow", "--track mlflow"),
     "wandb": ("wandb", "wandb", "--track wandb"),

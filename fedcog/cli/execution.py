@@ -39,6 +39,8 @@ COMMANDS: dict[str, Callable[[argparse.Namespace, list[str]], int]] = {
     "compare": training.compare_command,
     "sweep": training.sweep_command,
     "report": results.report_command,
+    "table": results.table_command,
+    "plot": results.plot_command,
     "watch": results.watch_command,
     "export": results.export_command,
     "reproduce": studies.reproduce_command,

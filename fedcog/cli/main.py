@@ -1,5 +1,6 @@
 """The entry point of the command line. Parsing needs no torch; commands import it when they run."""
 
+import contextlib
 import sys
 from collections.abc import Sequence
 
@@ -7,6 +8,9 @@ from fedcog.cli import flags, parser
 from fedcog.core.settings import ConfigError
 
 EXIT_USAGE = 2
+COMMANDS_WITH_HELP = ("run", "compare", "sweep")
+"""Commands that print their help if nothing is said about what to run: they would run long."""
+STYLE_FLAGS = {"--quiet", "--plain"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,6 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for fault in error.faults:
             print(f"fedcog: {fault}", file=sys.stderr)
         return EXIT_USAGE
+    if options.command in COMMANDS_WITH_HELP and {*words[1:]} <= STYLE_FLAGS:
+        with contextlib.suppress(SystemExit):
+            root.parse_args([options.command, "--help"])
+        return 0
     if options.command == "completion":
         flags.refuse_rest(rest)
         return _print_completion(options.shell)

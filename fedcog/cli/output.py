@@ -1,16 +1,18 @@
 """Tables and summaries that the command line prints."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import JustifyMethod
 from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
 from fedcog.cli.console import Style, out, print_note, print_result
 from fedcog.cli.doctor import Check
+from fedcog.cli.schema import load_schema
 from fedcog.core.settings import settings
 from fedcog.core.tasks import METRIC_LABELS
 from fedcog.data import DATASETS, registry
@@ -24,13 +26,15 @@ from fedcog.runs.records import summary
 from fedcog.runs.records.derived_metrics import median_cost
 from fedcog.runs.records.export import Exported
 from fedcog.runs.records.recorded_run import Run
-from fedcog.studies.catalog import describe_algorithms
+from fedcog.studies.catalog import AlgorithmInfo, Sizes, describe_algorithms
 from fedcog.studies.job_planning import StudyProgress
 from fedcog.studies.study import Study
 from fedcog.studies.theory import TheoryPlan, TheoryResult
 from fedcog.studies.tuning import sweep_tables
 from fedcog.studies.tuning.sweep import SweepPlan, Tuned
 
+MIN_CATALOG_WIDTH = 120
+"""Columns of a terminal from which the catalog of algorithms is a table."""
 PRIVACY_DEFAULTS = (1.0, 1.0, 1e-5)
 """Defaults of dp_clip, dp_noise and dp_delta."""
 
@@ -128,16 +132,14 @@ def print_tuned(plan: SweepPlan, tuned: Sequence[Tuned], style: Style) -> None:
         style: How much to print.
     """
     chosen = sweep_tables.chosen_table(tuned)
-    if style == "plain":
+    columns = range(len(chosen.header))
+    if style == "plain" or _table_width([chosen.header, *chosen.rows], columns) > out.width:
         for row in chosen.rows:
             cells = zip(chosen.header, row, strict=True)
             print_result("; ".join(f"{head} {cell}" for head, cell in cells), style)
     elif style != "quiet":
-        table = Table(
-            title="in %, test as mean ± standard deviation over seeds", title_justify="left"
-        )
-        for index, head in enumerate(chosen.header):
-            table.add_column(head, justify="left" if index < 2 else "right")
+        title = "in %, test as mean ± standard deviation over seeds"
+        table = _new_table(*chosen.header, title=title, right=chosen.header[2:])
         for row in chosen.rows:
             table.add_row(*(escape(cell) for cell in row))
         out.print(table)
@@ -168,17 +170,15 @@ def print_results(runs: Sequence[Run], style: Style) -> None:
     if any(len(group.runs) > 1 for group in summary.group(scored)):
         title += ", mean ± standard deviation over seeds"
     columns = summary.used_columns(rows)
-    if style == "plain" or _table_width(rows, columns) > out.width:
+    if style == "plain" or _table_width([summary.COLUMNS, *rows], columns) > out.width:
         print_result(title, style)
         for row in rows:
             print_result(_plain_row(row, columns), style)
     else:
-        table = Table(title=title, title_justify="left")
-        for column in columns:
-            is_label = summary.COLUMNS[column] == "algorithm"
-            table.add_column(summary.COLUMNS[column], justify="left" if is_label else "right")
+        header = [summary.COLUMNS[column] for column in columns]
+        table = _new_table(*header, title=title, right=header[1:])
         for row in rows:
-            table.add_row(*(row[column] for column in columns))
+            table.add_row(*(escape(row[column]) for column in columns))
         out.print(table)
     if style != "plain":
         for column in columns:
@@ -186,9 +186,26 @@ def print_results(runs: Sequence[Run], style: Style) -> None:
                 out.print(note, markup=False)
 
 
-def _table_width(rows: Sequence[Sequence[str]], columns: Sequence[int]) -> int:
+def _new_table(*columns: str, title: str = "", right: Collection[str] = ()) -> Table:
+    """Return an empty table that never cuts a text short: it breaks lines.
+
+    Args:
+        columns: Names of the columns; the first holds names, which stay on one line.
+        title: The title; may be empty.
+        right: Names of the columns that are aligned to the right.
+
+    Returns:
+        The table.
+    """
+    table = Table(title=title or None, title_justify="left")
+    for index, name in enumerate(columns):
+        justify: JustifyMethod = "right" if name in right else "left"
+        table.add_column(name, justify=justify, overflow="fold", no_wrap=index == 0)
+    return table
+
+
+def _table_width(lines: Sequence[Sequence[str]], columns: Sequence[int]) -> int:
     """Return the width of a table in characters: a cell has two blanks and a border."""
-    lines = [summary.COLUMNS, *rows]
     return 1 + sum(3 + max(len(line[column]) for line in lines) for column in columns)
 
 
@@ -254,10 +271,8 @@ def print_study_progress(
         progress: Their progress.
         folder: Folder of the results.
     """
-    table = Table(title=f"The paper in {folder}", title_justify="left")
-    for name in ("name", "title", "in the paper"):
-        table.add_column(name)
-    table.add_column("done", justify="right")
+    columns = ("name", "title", "in the paper", "done")
+    table = _new_table(*columns, title=f"The paper in {folder}", right=("done",))
     for study, own in zip(studies, progress, strict=True):
         done = f"{own.num_done}/{own.num_jobs}"
         table.add_row(study.name, escape(study.title), study.source, done)
@@ -280,7 +295,7 @@ def print_checks(checks: Sequence[Check], style: Style) -> None:
             print_result(f"{check.name}: {check.state}: {check.facts}{remedy}", style)
     elif style != "quiet":
         colors = {"ok": "green", "missing": "yellow", "broken": "red"}
-        table = Table("part", "state", "facts", "what to do")
+        table = _new_table("part", "state", "facts", "what to do")
         for check in checks:
             state = f"[{colors[check.state]}]{check.state}[/]"
             table.add_row(check.name, state, escape(check.facts), escape(check.remedy))
@@ -313,7 +328,7 @@ def print_catalog(kind: str | None, data_dir: str | None) -> None:
 def print_datasets(data_dir: str | None) -> None:
     """Print all data sets and where they are."""
     columns = ("data set", "train", "test", "shape", "classes", "where")
-    table = Table(*columns, title="Data sets", title_justify="left")
+    table = _new_table(*columns, title="Data sets")
     for name, source in DATASETS.items():
         where = "embedded (scikit-learn)"
         if not source.package:
@@ -351,7 +366,8 @@ def print_theory(result: TheoryResult, plan: TheoryPlan, style: Style) -> None:
         for label, (value, text) in rows.items():
             print_result(f"{label}: {value:.4g}, {text}", style)
     elif style != "quiet":
-        table = Table("", "", "", title=title, title_justify="left", show_header=False)
+        table = _new_table("", "", "", title=title)
+        table.show_header = False
         for label, (value, text) in rows.items():
             table.add_row(label, f"{value:.4g}", text)
         out.print(table)
@@ -410,7 +426,7 @@ def print_partition(
         labels = [f"{label} {escape(name)}" for label, name in zip(labels, names, strict=True)]
     width = sum(max(len(name), 4) + 3 for name in classes) + 20
     if width > out.width:
-        table = Table("client", noun, "classes", "largest", "share", title="per client")
+        table = _new_table("client", noun, "classes", "largest", "share", title="per client")
         for client_id, row in enumerate(counts.tolist()):
             largest = max(range(len(row)), key=row.__getitem__)
             share = f"{100 * row[largest] / max(1, sum(row)):.0f}%"
@@ -421,7 +437,7 @@ def print_partition(
         out.print(table)
         return
     title = f"{noun} per client and class"
-    table = Table("client", *classes, "all", title=title, title_justify="left")
+    table = _new_table("client", *classes, "all", title=title)
     for client_id, row in enumerate(counts.tolist()):
         cells = [str(count) if count else "·" for count in row]
         table.add_row(labels[client_id], *cells, str(sum(row)))
@@ -430,24 +446,18 @@ def print_partition(
     out.print(table)
 
 
+def described_algorithms() -> list[AlgorithmInfo]:
+    """Describe every algorithm, with the sizes that were measured for the schema."""
+    sizes = {name: Sizes(**own) for name, own in load_schema().sizes.items()}
+    return describe_algorithms(sizes)
+
+
 def _print_algorithms() -> None:
-    table = Table(title="Algorithms", title_justify="left")
-    for column in ("algorithm", "description and settings", "default"):
-        table.add_column(column)
-    for column in ("sends", "receives"):
-        table.add_column(column, justify="right")
-    for column in ("keeps", "sums"):
-        table.add_column(column)
-    for entry in describe_algorithms():
-        name = f"{entry.name} (wrapper)" if entry.is_wrapper else entry.name
-        sums = "enough" if entry.needs_only_sums else "not enough"
-        sizes = (f"{entry.sends:.2f}", f"{entry.receives:.2f}")
-        table.add_row(name, entry.summary, "", *sizes, entry.kept, sums, style="bold")
-        for setting in entry.settings:
-            choices = f" [{' | '.join(setting.choices)}]" if setting.choices else ""
-            text = f"--{entry.name}.{setting.flag}: {escape(setting.help + choices)}"
-            table.add_row("", text, setting.default_text)
-    out.print(table)
+    if out.width < MIN_CATALOG_WIDTH:
+        for entry in described_algorithms():
+            _print_algorithm(entry)
+    else:
+        _print_algorithm_table()
     out.print(
         "sends, receives, keeps: bytes per client and round, measured on the paper's CNN, relative "
         "to one model. sums: whether the server needs only the sum of the payloads.",
@@ -455,9 +465,37 @@ def _print_algorithms() -> None:
     )
 
 
+def _print_algorithm(entry: AlgorithmInfo) -> None:
+    """Print an algorithm and its settings as lines of text."""
+    name = f"{entry.name} (wrapper)" if entry.is_wrapper else entry.name
+    sums = "enough" if entry.needs_only_sums else "not enough"
+    sizes = f"sends {entry.sizes.sends:.2f}, receives {entry.sizes.receives:.2f}"
+    out.print(f"[bold]{name}[/]: {escape(entry.summary)}")
+    out.print(f"  {sizes}, keeps {entry.kept}, sums {sums}", markup=False)
+    for setting in entry.settings:
+        choices = f" [{' | '.join(setting.choices)}]" if setting.choices else ""
+        text = f"{setting.help}{choices} (default: {setting.default_text})"
+        out.print(f"  --{entry.name}.{setting.flag}: {text}", markup=False)
+
+
+def _print_algorithm_table() -> None:
+    columns = ("algorithm", "description and settings", "default", "sends", "receives", "keeps")
+    table = _new_table(*columns, "sums", title="Algorithms", right=("sends", "receives"))
+    for entry in described_algorithms():
+        name = f"{entry.name} (wrapper)" if entry.is_wrapper else entry.name
+        sums = "enough" if entry.needs_only_sums else "not enough"
+        sizes = (f"{entry.sizes.sends:.2f}", f"{entry.sizes.receives:.2f}")
+        table.add_row(name, entry.summary, "", *sizes, entry.kept, sums, style="bold")
+        for setting in entry.settings:
+            choices = f" [{' | '.join(setting.choices)}]" if setting.choices else ""
+            text = f"--{entry.name}.{setting.flag}: {escape(setting.help + choices)}"
+            table.add_row("", text, setting.default_text)
+    out.print(table)
+
+
 def _print_settings() -> None:
     columns = ("setting", "meaning", "value", "default")
-    table = Table(*columns, title="Settings of an experiment", title_justify="left")
+    table = _new_table(*columns, title="Settings of an experiment")
     for setting in settings(Experiment).values():
         cells = (setting.help, setting.expected, setting.default_text)
         table.add_row(setting.name, *(escape(cell) for cell in cells))
@@ -465,14 +503,14 @@ def _print_settings() -> None:
 
 
 def _print_models() -> None:
-    table = Table("model", "description", title="Models", title_justify="left")
+    table = _new_table("model", "description", title="Models")
     for name, build in MODELS.items():
         table.add_row(name, (build.__doc__ or "").strip().splitlines()[0])
     out.print(table)
 
 
 def _print_partitions() -> None:
-    table = Table("partition", "description", "settings", title="Partitions", title_justify="left")
+    table = _new_table("partition", "description", "settings", title="Partitions")
     for name, partition in PARTITIONS.items():
         table.add_row(name, partition.summary, partition.settings)
     for name, entry in FLWR_PARTITIONS.items():

@@ -38,6 +38,8 @@ def build_parser(user_classes: Mapping[str, Any] | None = None) -> argparse.Argu
     _add_compare(commands, schema, known)
     _add_sweep(commands, schema, known)
     _add_report(commands)
+    _add_table(commands, schema)
+    _add_plot(commands)
     _add_watch(commands)
     _add_export(commands, schema)
     _add_reproduce(commands, schema)
@@ -125,12 +127,63 @@ def _add_report(commands: Any) -> None:
     )
     report.add_argument(
         "--out",
-        metavar="FILE",
+        metavar="FILE.html",
         help="the report (default: report.html in DIR; for a sweep, runs.html)",
     )
-    report.add_argument("--table", metavar="FILE.md", help="also write a Markdown table")
+    report.add_argument(
+        "--table", metavar="FILE", help="also write a table, as fedcog table: .tex, .md or .csv"
+    )
     report.add_argument(
         "--target", type=float, metavar="ACCURACY", help="also show rounds to this accuracy (0.6)"
+    )
+
+
+def _add_table(commands: Any, schema: Schema) -> None:
+    table = _command(
+        commands, "table", "write a table of runs: methods by data set, over seeds, for a paper"
+    )
+    _add_runs(table)
+    table.add_argument(
+        "--format",
+        choices=schema.table_formats,
+        help=f"{', '.join(schema.table_formats)} (default: by the suffix of --out, else markdown)",
+    )
+    table.add_argument(
+        "--out", metavar="FILE", help="a .tex, .md or .csv file (default: print the table)"
+    )
+    rounds = table.add_mutually_exclusive_group()
+    rounds.add_argument(
+        "--best", action="store_true", help="the best round, which is chosen on the test set"
+    )
+    rounds.add_argument(
+        "--last", dest="best", action="store_false", help="the last round (default)"
+    )
+    table.add_argument(
+        "--baseline",
+        default="",
+        metavar="NAME",
+        help="the method to subtract, seed by seed (default: fedavg, else the first)",
+    )
+
+
+def _add_plot(commands: Any) -> None:
+    plot = _command(commands, "plot", "draw learning curves of runs, for one column of a paper")
+    _add_runs(plot)
+    plot.add_argument(
+        "--out", metavar="FILE", required=True, help="a .pdf, .svg or .png file (300 dpi)"
+    )
+
+
+def _add_runs(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "directories", nargs="+", metavar="RUNS", help="a run, or a folder with runs below it"
+    )
+    command.add_argument(
+        "--metric",
+        default="",
+        metavar="KEY",
+        help="key of the rounds' lines, such as loss or local_test/accuracy_mean (default: the "
+        "main metric on the test set)",
     )
 
 

@@ -27,8 +27,11 @@ class Schema(NamedTuple):
         trackers: Names of trackers.
         searches: Names of hyperparameter searches.
         formats: Names of export formats.
+        table_formats: Names of formats of tables.
         theory: Default settings of `fedcog theory`.
         validation: Fraction of the data that a sweep holds out by default.
+        sizes: What a client sends, receives and keeps under every algorithm, as measured by
+            `measure_sizes` in `studies/catalog.py`.
     """
 
     settings: dict[str, Setting]
@@ -39,8 +42,10 @@ class Schema(NamedTuple):
     trackers: list[str]
     searches: list[str]
     formats: list[str]
+    table_formats: list[str]
     theory: dict[str, int]
     validation: float
+    sizes: dict[str, dict[str, Any]]
 
 
 @functools.cache
@@ -78,6 +83,8 @@ def schema_text() -> str:
     from fedcog.runs.records.export import SUFFIXES
     from fedcog.runs.tracking import TRACKERS
     from fedcog.studies import paper
+    from fedcog.studies.catalog import measure_sizes
+    from fedcog.studies.comparison_table import TableFormat
     from fedcog.studies.theory import TheoryPlan
     from fedcog.studies.tuning.search import Search
     from fedcog.studies.tuning.sweep import DEFAULT_VALIDATION
@@ -92,8 +99,10 @@ def schema_text() -> str:
         "trackers": list(TRACKERS),
         "searches": list(get_args(Search)),
         "formats": list(SUFFIXES),
+        "table_formats": list(get_args(TableFormat)),
         "theory": {name: plan[name] for name in ("clients", "rounds", "steps", "batch", "repeats")},
         "validation": DEFAULT_VALIDATION,
+        "sizes": {name: sizes._asdict() for name, sizes in measure_sizes().items()},
     }
     return json.dumps(content, indent=1) + "\n"
 

@@ -30,6 +30,8 @@ LOG_SCALE_RATIO = 100
 MIN_CELL_FONT_SIZE = 5.5
 """Numbers that would be smaller (in points) are left out of a heat map."""
 MAX_NAME_LENGTH = 16
+MAX_MARKED_ROUNDS = 15
+"""A line of up to this many rounds has a dot for each; on more, dots would hide the dashes."""
 TEXT_COLOR = "#333333"
 FAINT_COLOR = "#d9d9d9"
 STYLE: dict[Any, Any] = {
@@ -122,25 +124,8 @@ def curves_figure(
     about = f"{label} over {axis}s: {', '.join(line.label for line in lines)}"
     with new_drawing((size[0], size[1] + 0.17 * (num_rows - 1)), about) as drawing:
         axes = drawing.figure.subplots()
-        factor = 100 if percent else 1
-        for line in lines:
-            _draw_curve(axes, line, factor)
-        last_round = max((round for round, _ in lines[-1].points), default=0)
-        for mark in marks:
-            _draw_mark(axes, mark, is_only=len(marks) == 1, last_round=last_round)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-        if all(len(line.points) < 2 for line in lines) and not marks:
-            rounds = [round for line in lines for round, _ in line.points]
-            axes.set_xlim(min(rounds) - 1, max(rounds) + 1)
-        if whole_range:
-            axes.set_ylim(-3, 103)
-        elif percent:
-            _limit_to_percent(axes)
-        else:
-            _scale_values(axes, [spread.mean for line in lines for _, spread in line.points])
-        axes.grid(axis="y")
+        draw_curves(axes, lines, label, percent=percent, whole_range=whole_range, marks=marks)
         axes.set_xlabel(axis)
-        axes.set_ylabel(label)
         handles = [Line2D([], [], **line_options(line.style)) for line in lines]
         drawing.figure.legend(
             handles,
@@ -153,6 +138,46 @@ def curves_figure(
     return drawing.svg
 
 
+def draw_curves(
+    axes: Axes,
+    lines: Sequence[Curve],
+    label: str,
+    *,
+    percent: bool = False,
+    whole_range: bool = False,
+    marks: Sequence[int] = (),
+) -> None:
+    """Draw lines over rounds, with their standard deviation as a band, without a legend.
+
+    Args:
+        axes: Where to draw.
+        lines: The curves.
+        label: Label of the y axis.
+        percent: Whether values are fractions to show in percent.
+        whole_range: Whether the y axis always goes from 0 to 100.
+        marks: Rounds before which to draw a thin vertical line: there FedCOG begins.
+    """
+    factor = 100 if percent else 1
+    for line in lines:
+        _draw_curve(axes, line, factor)
+    last_round = max((round for round, _ in lines[-1].points), default=0)
+    for mark in marks:
+        _draw_mark(axes, mark, is_only=len(marks) == 1, last_round=last_round)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    if all(len(line.points) < 2 for line in lines) and not marks:
+        rounds = [round for line in lines for round, _ in line.points]
+        axes.set_xlim(min(rounds) - 1, max(rounds) + 1)
+        axes.set_xticks(sorted({*rounds}))
+    if whole_range:
+        axes.set_ylim(-3, 103)
+    elif percent:
+        _limit_to_percent(axes)
+    else:
+        _scale_values(axes, [spread.mean for line in lines for _, spread in line.points])
+    axes.grid(axis="y")
+    axes.set_ylabel(label)
+
+
 def _draw_curve(axes: Axes, line: Curve, factor: float) -> None:
     """Draw one line and its band."""
     rounds = [round for round, _ in line.points]
@@ -162,7 +187,9 @@ def _draw_curve(axes: Axes, line: Curve, factor: float) -> None:
         low = [mean - width for mean, width in zip(means, deviations, strict=True)]
         high = [mean + width for mean, width in zip(means, deviations, strict=True)]
         axes.fill_between(rounds, low, high, color=line.style.color, alpha=0.16, linewidth=0)
-    marker = "o" if len(rounds) <= 30 else ""
+    if len(rounds) == 1 and any(deviations):  # a band needs two rounds
+        axes.errorbar(rounds, means, deviations, color=line.style.color, capsize=3, linewidth=1)
+    marker = "o" if len(rounds) <= MAX_MARKED_ROUNDS else ""
     axes.plot(rounds, means, marker=marker, markersize=2.8, **line_options(line.style))
 
 

@@ -26,8 +26,22 @@ INPUT_SHAPE = (3, 32, 32)
 NUM_CLASSES = 10
 
 
+class Sizes(NamedTuple):
+    """What one client sends, receives and keeps, in bytes relative to one model.
+
+    Attributes:
+        sends: Size of its payload.
+        receives: Size of the broadcast.
+        keeps: Size of each part of the client state.
+    """
+
+    sends: float
+    receives: float
+    keeps: dict[str, float]
+
+
 class AlgorithmInfo(NamedTuple):
-    """One algorithm. Sizes are in bytes, relative to one model: what a FedAvg client sends."""
+    """One algorithm. The unit of its sizes is one model: what a FedAvg client sends."""
 
     name: str
     reference: str  # the publication
@@ -35,28 +49,47 @@ class AlgorithmInfo(NamedTuple):
     details: str
     settings: list[Setting]
     is_wrapper: bool
-    sends: float
-    receives: float
-    keeps: dict[str, float]  # size of each part of the client state
+    sizes: Sizes
     needs_only_sums: bool  # whether the sum of the clients' payloads is enough for the server
 
     @property
     def kept(self) -> str:
         """The client state between rounds: its parts and their sizes."""
-        return ", ".join(f"{name} ({size:.2f})" for name, size in self.keeps.items()) or "nothing"
+        keeps = self.sizes.keeps
+        return ", ".join(f"{name} ({size:.2f})" for name, size in keeps.items()) or "nothing"
 
 
-def describe_algorithms(
-    algorithms: Mapping[str, type[Algorithm]] = ALGORITHMS,
-) -> list[AlgorithmInfo]:
-    """Describe every algorithm, and measure what one client sends, receives and keeps.
+def measure_sizes(algorithms: Mapping[str, type[Algorithm]] = ALGORITHMS) -> dict[str, Sizes]:
+    """Measure what one client sends, receives and keeps under every algorithm.
 
-    Wrappers are measured around FedAvg.
+    Wrappers are measured around FedAvg. It takes seconds, so `cli/schema.json` has the result.
     """
     model_bytes = _num_bytes(_exchange(Algorithm()).payload)
-    infos = []
+    sizes = {}
     for name, cls in algorithms.items():
         broadcast, payload, client_state = _exchange(cls())
+        sizes[name] = Sizes(
+            sends=_num_bytes(payload) / model_bytes,
+            receives=_num_bytes(broadcast) / model_bytes,
+            keeps={
+                key: _num_bytes({key: value}) / model_bytes for key, value in client_state.items()
+            },
+        )
+    return sizes
+
+
+def describe_algorithms(sizes: Mapping[str, Sizes]) -> list[AlgorithmInfo]:
+    """Describe every algorithm.
+
+    Args:
+        sizes: What `measure_sizes` returns, by name.
+
+    Returns:
+        The descriptions.
+    """
+    infos = []
+    for name, own_sizes in sizes.items():
+        cls = ALGORITHMS[name]
         reference, summary, details = _docstrings(cls)
         infos.append(
             AlgorithmInfo(
@@ -66,12 +99,7 @@ def describe_algorithms(
                 details=details,
                 settings=list(settings.settings(cls).values()),
                 is_wrapper=cls.is_wrapper,
-                sends=_num_bytes(payload) / model_bytes,
-                receives=_num_bytes(broadcast) / model_bytes,
-                keeps={
-                    key: _num_bytes({key: value}) / model_bytes
-                    for key, value in client_state.items()
-                },
+                sizes=own_sizes,
                 needs_only_sums=cls().uplink == "sum",
             )
         )
@@ -111,7 +139,7 @@ def _table_row(info: AlgorithmInfo) -> str:
     sums = "enough" if info.needs_only_sums else "**not enough**"
     return (
         f"| [{info.name}](#{info.name}){kind} | {_escape_cell(info.summary)} "
-        f"| {info.sends:.2f} | {info.receives:.2f} | {info.kept} | {sums} |"
+        f"| {info.sizes.sends:.2f} | {info.sizes.receives:.2f} | {info.kept} | {sums} |"
     )
 
 

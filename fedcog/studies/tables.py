@@ -1,7 +1,7 @@
 """Tables of a study in Markdown and LaTeX, their captions, and numbers inside notes."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from fedcog.runs.records.run_directory import RecordError
@@ -24,11 +24,19 @@ NOT_RUN = "not run"
 
 
 class Table(NamedTuple):
-    """A table as it is printed."""
+    """A table as it is printed.
+
+    Attributes:
+        title: The title; may be empty.
+        header: Names of the columns.
+        rows: Cells, row by row.
+        bold: (row, column) of cells in bold.
+    """
 
     title: str
     header: list[str]
     rows: list[list[str]]
+    bold: frozenset[tuple[int, int]] = frozenset()
 
 
 def tables_of(study: Study, results: Results) -> list[Table]:
@@ -223,8 +231,33 @@ def markdown(study: Study, results: Results) -> str:
 
 def markdown_table(table: Table) -> str:
     """Format one table in Markdown, without its title."""
-    lines = [table.header, ["---"] * len(table.header), *table.rows]
+    rows = _cells(table, lambda text: text.replace("|", "\\|"), "**{}**")
+    header = [name.replace("|", "\\|") for name in table.header]
+    lines = [header, ["---"] * len(table.header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cells(table: Table, escape: Callable[[str], str], bold: str) -> list[list[str]]:
+    """Return the cells on one line each, escaped, and those in bold marked.
+
+    Args:
+        table: The table.
+        escape: Escapes the text of a cell.
+        bold: Format of a cell in bold.
+
+    Returns:
+        Cells, row by row.
+    """
+    rows = []
+    for row_index, row in enumerate(table.rows):
+        texts = [escape(" ".join(text.split())) for text in row]
+        rows.append(
+            [
+                bold.format(text) if (row_index, column) in table.bold else text
+                for column, text in enumerate(texts)
+            ]
+        )
+    return rows
 
 
 def latex(study: Study, results: Results) -> str:
@@ -239,13 +272,19 @@ def latex(study: Study, results: Results) -> str:
     """
     parts = []
     for table in tables_of(study, results):
-        lines = [f"% {table.title}"] if table.title else []
-        lines += [f"\\begin{{tabular}}{{l{'r' * (len(table.header) - 1)}}}", "\\toprule"]
-        lines += [f"{' & '.join(_escape_latex(word) for word in table.header)} \\\\", "\\midrule"]
-        lines += [f"{' & '.join(_escape_latex(word) for word in row)} \\\\" for row in table.rows]
-        parts.append("\n".join([*lines, "\\bottomrule", "\\end{tabular}"]))
+        title = f"% {table.title}\n" if table.title else ""
+        parts.append(title + latex_table(table))
     comment = _escape_latex(re.sub("[`*]", "", caption(study, results)))
     return "\n\n".join([f"% {study.title}. {comment}", *parts]) + "\n"
+
+
+def latex_table(table: Table) -> str:
+    """Format one table in LaTeX, for the package booktabs, without its title."""
+    lines = [f"\\begin{{tabular}}{{l{'r' * (len(table.header) - 1)}}}", "\\toprule"]
+    lines += [f"{' & '.join(_escape_latex(word) for word in table.header)} \\\\", "\\midrule"]
+    rows = _cells(table, _escape_latex, "\\textbf{{{}}}")
+    lines += [f"{' & '.join(row)} \\\\" for row in rows]
+    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}"])
 
 
 def _escape_latex(text: str) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import fedcog
+from fedcog import FedCOG, FedProx, Tuned
 from fedcog.algorithms import ALGORITHMS
 from fedcog.cli import console, output, parser, schema
 from fedcog.cli.execution import COMMANDS
@@ -21,6 +23,10 @@ from fedcog.cli.main import main
 from fedcog.core import settings
 from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.records.run_directory import RunDirectory
+from fedcog.studies import catalog
+from fedcog.studies.tuning import search_space
+from fedcog.studies.tuning.sweep import SweepPlan, Trial
+from tests.support.paths import REPO
 
 FAST = ["--rounds", "2", "--local-steps", "2", "--batch-size", "8", "--clients", "4"]
 FAST += ["--partition", "iid", "--threads", "1"]
@@ -176,7 +182,7 @@ def test_all_configuration_errors_are_reported_at_once(capsys: pytest.CaptureFix
         ("report nowhere", "there is no run in or below nowhere"),
         ("data get mnist", "invalid choice: 'mnist'"),
         ("data get cifar100 --data-dir /proc/nowhere", "cannot be written"),
-        ("compare", "compare needs at least one algorithm"),
+        ("compare --rounds 3", "compare needs at least one algorithm"),
         ("compare --algorithms fedavg --fedcog", "compare takes --algorithms and --seeds"),
         ("compare --algorithms fedavg --seed 3", "compare takes --algorithms and --seeds"),
         ("compare --algorithms fedavg --seeds ²", "seeds needs integers"),
@@ -200,6 +206,7 @@ def test_all_configuration_errors_are_reported_at_once(capsys: pytest.CaptureFix
             "fedprox has settings, but the algorithm is fedavg: add fedprox",
         ),
         ("list everything", "invalid choice"),
+        ("partition --figure p.pdf", "choose a name that ends in .svg, not p.pdf"),
     ],
 )
 def test_errors_exit_with_2_and_say_what_to_do(
@@ -305,6 +312,76 @@ def test_list_data_and_partition_commands_print_their_tables(
     stdout = capsys.readouterr().out
     assert "fedavg: last" in stdout and "┃" not in stdout
     assert "<svg" in Path("p.svg").read_text()
+
+
+@pytest.mark.parametrize("command", ["run", "compare", "sweep"])
+@pytest.mark.parametrize("style", [[], ["--quiet"], ["--plain"]])
+def test_bare_command_prints_its_help_and_runs_nothing(
+    command: str, style: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, *style]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith(f"usage: fedcog {command} [FILE.toml] [flags]")
+    assert "--local-steps" in captured.out and captured.err == ""
+    assert list(Path().iterdir()) == []
+
+
+def test_list_reads_sizes_that_were_measured_before(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("it measures")
+
+    monkeypatch.setattr(catalog, "_exchange", refuse)
+    assert main(["list", "algorithms", "--markdown"]) == 0
+    assert capsys.readouterr().out == (REPO / "docs/algorithms.md").read_text()
+    assert main(["list", "algorithms"]) == 0
+    assert "control (1.00)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "list",
+        "list settings",
+        "data list --data-dir a/folder/with/a/long/name/that/fits/no/column/of/a/narrow/table",
+        "partition",
+        "reproduce --status --results nothing",
+        "doctor",
+    ],
+)
+def test_narrow_terminals_show_names_in_full(
+    arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(console.out, "width", 80)
+    assert main(arguments.split()) == 0
+    stdout = capsys.readouterr().out
+    assert stdout and "…" not in stdout
+    assert all(len(line.rstrip()) <= 80 for line in stdout.splitlines())
+    if arguments.startswith("list"):
+        names = settings.settings(Experiment) if "settings" in arguments else ALGORITHMS
+        words = set(re.split(r"[^\w.+-]+", stdout))
+        assert {*names} <= words
+
+
+def test_tuned_methods_are_named_in_full_on_narrow_terminals(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    point = {"lr": 0.01, "fedprox.mu": 0.1, "fedcog.lambda_dis": 0.1}
+    experiment = Experiment(FedCOG(FedProx()), validation=0.2)
+    trials = [Trial(1, point, experiment, 0.5, 3, False)]
+    space = search_space.read_space(
+        {"lr": [0.001, 0.01, 0.1], "fedprox": {"mu": [0.1]}, "fedcog": {"lambda_dis": [0.1, 1]}}
+    )
+    tuned = Tuned(experiment, space, trials, trials[0], [])
+    plan = SweepPlan((experiment,), space, trials=1, seeds=(0,))
+    for width in (80, 160):
+        monkeypatch.setattr(console.out, "width", width)
+        output.print_tuned(plan, [tuned], "auto")
+        stdout = capsys.readouterr().out
+        assert "fedprox+fedcog" in stdout and "fedcog.lambda_dis 0.1" in stdout
+        assert "…" not in stdout and ("┃" in stdout) == (width == 160)
+        assert tuned.edges[0] in stdout, "the chosen lambda_dis is the smallest"
 
 
 def test_inactive_fedcog_prints_a_warning(capsys: pytest.CaptureFixture[str]) -> None:

@@ -146,7 +146,9 @@ def test_data_imports_only_rng_image_ops_and_a_few_libraries() -> None:
     ("library", "allowed"),
     [
         ("matplotlib", modules_of("fedcog.report")),
-        ("rich", modules_of("fedcog.cli")),
+        ("rich", modules_of("fedcog.cli", "fedcog.runs.progress")),
+        ("IPython", {"fedcog.runs.progress"}),
+        ("pandas", {"fedcog.runs.records.frames", "fedcog.runs.records.recorded_run"}),
         ("argparse", modules_of("fedcog.cli")),
         (
             "safetensors",

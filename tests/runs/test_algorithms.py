@@ -14,7 +14,7 @@ from fedcog import ALGORITHMS, ConfigError, Experiment, ModelError
 from fedcog.algorithms import SCAFFOLD, VHL, Ditto, FedAvg, FedExP, FedGen, FedRep
 from fedcog.runs.config.composition import make_algorithm
 from fedcog.runs.setup import ExperimentSetup
-from fedcog.studies.catalog import describe_algorithms, markdown
+from fedcog.studies.catalog import describe_algorithms, markdown, measure_sizes
 from tests.support.paths import REPO
 from tests.support.user_models import USER_MODELS
 
@@ -171,18 +171,20 @@ def test_head_is_the_last_linear_layer(name: str) -> None:
 
 
 def test_algorithm_docs_match_the_generated_catalog() -> None:
-    assert (REPO / "docs/algorithms.md").read_text() == markdown(describe_algorithms())
+    assert (REPO / "docs/algorithms.md").read_text() == markdown(
+        describe_algorithms(measure_sizes())
+    )
 
 
 def test_catalog_lists_measured_traffic_and_client_state() -> None:
-    entries = {entry.name: entry for entry in describe_algorithms()}
+    entries = {entry.name: entry for entry in describe_algorithms(measure_sizes())}
     assert set(entries) == set(ALGORITHMS)
     assert {name for name, entry in entries.items() if not entry.needs_only_sums} == {"fedgen"}
-    assert entries["scaffold"].sends == pytest.approx(2, abs=1e-3)
-    assert entries["scaffold"].receives == pytest.approx(2, abs=1e-3)
+    assert entries["scaffold"].sizes.sends == pytest.approx(2, abs=1e-3)
+    assert entries["scaffold"].sizes.receives == pytest.approx(2, abs=1e-3)
     # FedRep keeps the last layer at the client: 850 of 62,006 parameters.
-    assert entries["fedrep"].sends == pytest.approx(1 - 850 / 62006, abs=1e-3)
-    assert entries["fedcog"].sends == 1 and entries["moon"].keeps.keys() == {"previous"}
+    assert entries["fedrep"].sizes.sends == pytest.approx(1 - 850 / 62006, abs=1e-3)
+    assert entries["fedcog"].sizes.sends == 1 and entries["moon"].sizes.keeps.keys() == {"previous"}
     assert all(entry.summary.endswith(".") and entry.reference for entry in entries.values())
 
 

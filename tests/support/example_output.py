@@ -17,6 +17,7 @@ EXPECTED_OUTPUT = {
     "personalise": r"Ditto with FedCOG +\d+\.\d% +\d+\.\d% +\d+\.\d%\n",
     "recipes": r"^$",
     "stop_and_resume": r"stopped after round 5 of 8\n(.*\n)*last .*; the checkpoints are the same",
+    "tables_and_plots": r"\| method \|(.*\n)*\| fedprox \| .* \(n = 3\) \|\n(.*\n)*  fedavg: \d",
     "text": r"fedavg: last \d+\.\d+\nfedavg\+fedcog: last \d+\.\d+",
     "unequal_devices": r"the global model, last: \d+\.\d%",
 }

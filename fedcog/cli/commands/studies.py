@@ -8,7 +8,7 @@ from typing import NamedTuple
 from fedcog.cli import console, flags, output
 from fedcog.cli.commands.common import command_text, explains_continuation
 from fedcog.cli.console import print_note, print_result
-from fedcog.cli.progress import RunProgress
+from fedcog.cli.progress import CommandProgress
 from fedcog.core import settings
 from fedcog.core.settings import ConfigError
 from fedcog.data import DATASETS, registry
@@ -189,7 +189,7 @@ def _run_jobs(options: argparse.Namespace, request: Request, results: Results) -
     if options.smoke:
         words.append("--smoke")
     rounds_left = job_planning.rounds_left(stacks, results)
-    with RunProgress(rounds_left, 0, options.style) as progress:
+    with CommandProgress(rounds_left, 0, options.style) as progress:
         queue = job_queue.JobQueue(
             results,
             budget=options.time_budget,

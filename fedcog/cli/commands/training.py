@@ -20,7 +20,7 @@ from fedcog.cli.commands.common import (
     ready_experiment,
 )
 from fedcog.cli.console import print_result
-from fedcog.cli.progress import RunProgress
+from fedcog.cli.progress import CommandProgress
 from fedcog.core.errors import Interrupted
 from fedcog.core.settings import ConfigError
 from fedcog.core.toml import read_toml
@@ -67,7 +67,7 @@ def run_command(options: argparse.Namespace, rest: list[str]) -> int:
     track_flags = [word for name in trackers for word in ("--track", name)]
     resume_command = shlex.join(["fedcog", "run", "--resume", str(out), *track_flags])
     num_done = RunDirectory(out).checkpoint_round()
-    with RunProgress(experiment.rounds, num_done, options.style) as progress:
+    with CommandProgress(experiment.rounds, num_done, options.style) as progress:
         output.print_experiment(experiment, out, options.style)
         with explains_continuation(resume_command), _every_tracker_warning():
             run = fedcog.run(
@@ -78,6 +78,7 @@ def run_command(options: argparse.Namespace, rest: list[str]) -> int:
                 should_stop=progress.should_stop,
                 command=command_text(options),
                 track=trackers,
+                progress=False,
             )
     output.print_results([run], options.style)
     print_result(f"report: {out / 'report.html'}", options.style)
@@ -120,7 +121,7 @@ def compare_command(options: argparse.Namespace, rest: list[str]) -> int:
     planned = plan_runs(out, experiments, seeds)
     num_rounds = sum(experiment.rounds for experiment, _ in planned)
     num_done = sum(RunDirectory(path).checkpoint_round() for _, path in planned)
-    with RunProgress(num_rounds, num_done, options.style) as progress:
+    with CommandProgress(num_rounds, num_done, options.style) as progress:
         output.print_comparison(experiments, seeds, out, options.style)
         with explains_continuation(command_text(options)), _comparison_warnings():
             runs = fedcog.compare(
@@ -131,6 +132,7 @@ def compare_command(options: argparse.Namespace, rest: list[str]) -> int:
                 should_stop=progress.should_stop,
                 command=command_text(options),
                 track=trackers,
+                progress=False,
             )
     output.print_results(runs, options.style)
     print_result(f"report: {out / 'report.html'}", options.style)
@@ -182,7 +184,7 @@ def sweep_command(options: argparse.Namespace, rest: list[str]) -> int:
     out = Path(options.out or Path("runs") / f"sweep-{short_name(experiments[0].dataset)}")
     check_writable(out, "--out")
     num_done = plan.total_rounds - sweep.Sweep(plan, out).rounds_left()
-    with RunProgress(plan.total_rounds, num_done, options.style, tuple(plan.space)) as progress:
+    with CommandProgress(plan.total_rounds, num_done, options.style, tuple(plan.space)) as progress:
         output.print_sweep_plan(plan, out, options.style)
         run_options = RunOptions(
             callbacks=[progress.show_round],

@@ -22,7 +22,7 @@ from fedcog.runs.experiment_data import (
     split_dataset,
 )
 from fedcog.runs.records.run_directory import write_file
-from fedcog.studies.catalog import describe_algorithms, markdown, settings_markdown
+from fedcog.studies.catalog import markdown, settings_markdown
 
 
 def list_command(options: argparse.Namespace, rest: list[str]) -> int:
@@ -38,7 +38,7 @@ def list_command(options: argparse.Namespace, rest: list[str]) -> int:
     flags.refuse_rest(rest)
     if options.markdown:
         if options.what == "algorithms":
-            print(markdown(describe_algorithms()), end="")
+            print(markdown(output.described_algorithms()), end="")
         elif options.what == "settings":
             print(settings_markdown(), end="")
         else:
@@ -61,6 +61,10 @@ def partition_command(options: argparse.Namespace, rest: list[str]) -> int:
         The exit code.
     """
     values, faults = flags.read_values(options, rest)
+    if options.figure and Path(options.figure).suffix.lower() != ".svg":
+        faults.append(
+            f"--figure draws an SVG: choose a name that ends in .svg, not {options.figure}."
+        )
     experiment = ready_experiment(values, faults, options.known)
     dataset = read_dataset(experiment)
     experiment = resolve_clients(experiment, dataset)

@@ -25,6 +25,7 @@ const runs = new Map(); // by id: the description of a run, and its rounds
 const ticked = new Map(); // by id: whether the user wants the run drawn
 const imageCache = new Map(); // by generation and address: generated images
 const rows = new Map(); // by id: the row of a run in the list
+const sections = new Map(); // by name: a list of runs below its heading
 let overview = null; // the content of runs.json
 let overviewText = "";
 let server = null; // identifies the server that gave out the ids
@@ -116,6 +117,8 @@ function reset() {
   selected = null;
   for (const row of rows.values()) row.element.remove();
   rows.clear();
+  for (const section of sections.values()) section.remove();
+  sections.clear();
   $("partition").querySelector("img").removeAttribute("src");
   delete $("generated").dataset.content;
 }
@@ -155,7 +158,7 @@ async function fetchCurves() {
 }
 
 function show() {
-  const allRuns = [...runs.values()];
+  const allRuns = overview.runs.map(run => runs.get(run.id));
   showStatus(allRuns);
   const width = document.documentElement.clientWidth;
   const state = overviewText + numFetches + selected + JSON.stringify([...ticked]) + width;
@@ -228,21 +231,37 @@ function showRuns(allRuns) {
       rows.delete(id);
     }
   }
-  const list = $("runs");
-  allRuns.forEach((run, index) => {
-    if (!rows.has(run.id)) rows.set(run.id, makeRow(run));
-    const row = rows.get(run.id);
-    if (list.children[index] !== row.element) {
-      list.insertBefore(row.element, list.children[index] || null);
+  const names = [...new Set(allRuns.map(run => run.section))];
+  for (const [name, section] of sections) {
+    if (!names.includes(name)) {
+      section.remove();
+      sections.delete(name);
     }
-    updateRow(row, run);
+  }
+  names.forEach((name, index) => {
+    if (!sections.has(name)) sections.set(name, makeSection(name));
+    putAt($("runs"), sections.get(name), index);
+    const list = sections.get(name).lastChild;
+    allRuns.filter(run => run.section === name).forEach((run, position) => {
+      if (!rows.has(run.id)) rows.set(run.id, makeRow(run));
+      putAt(list, rows.get(run.id).element, position);
+      updateRow(rows.get(run.id), run);
+    });
   });
+}
+
+function makeSection(name) {
+  return make("div", {}, make("h3", { text: name }), make("ul", { "aria-label": name }));
+}
+
+function putAt(parent, child, index) {
+  if (parent.children[index] !== child) parent.insertBefore(child, parent.children[index] || null);
 }
 
 function makeRow(run) {
   const row = {
     tick: make("input", { type: "checkbox", "aria-label": `Draw the curves of ${run.name}` }),
-    name: make("button", { type: "button", text: run.name }),
+    name: make("button", { type: "button", title: run.name }),
     badge: make("span", { class: "badge" }),
     facts: make("div", { class: "facts" }),
     score: make("div", { class: "score" }),
@@ -267,11 +286,13 @@ function updateRow(row, run) {
   const isSelected = run.id === selected;
   const isKnown = run.algorithm !== undefined; // else its settings cannot be read
   row.tick.checked = isDrawn(run);
+  row.name.textContent = run.label;
   row.element.className = `${run.state}${isSelected ? " chosen" : ""}`;
   row.name.setAttribute("aria-pressed", String(isSelected));
   row.badge.className = `badge ${run.state}`;
   row.badge.textContent = STATE_LABELS[run.state];
-  row.facts.textContent = isKnown ? `${run.algorithm} on ${run.dataset}, seed ${run.seed}` : run.why;
+  const facts = isKnown ? `${run.algorithm} on ${run.dataset}, seed ${run.seed}` : run.why;
+  row.facts.textContent = `${run.name}: ${facts}`;
   row.bar.max = Math.max(run.rounds || run.done, 1);
   row.bar.value = run.done;
   const left = run.left === null ? "" : `, ${duration(run.left)} left`;
@@ -356,7 +377,7 @@ function drawChart(place, drawnRuns, values, scale, description) {
   drawAxes(svg, axes);
   for (const line of lines) drawLine(svg, axes, line);
   const ends = lines.slice(0, MAX_TIPS).map(({ run, points }) =>
-    `${run.name} ${formatNumber(points[points.length - 1][1])}`);
+    `${run.label} ${formatNumber(points[points.length - 1][1])}`);
   const label = `${description}, up to round ${axes.lastRound}; last: ${ends.join(", ")}`;
   svg.setAttribute("aria-label", label);
   addTooltip(place, svg, axes, lines.map(line => line.run), values, scale);
@@ -438,7 +459,7 @@ function addTooltip(place, svg, axes, drawnRuns, values, scale) {
     mark.setAttribute("x1", x(round));
     mark.setAttribute("x2", x(round));
     const entries = scores.slice(0, MAX_TIPS).map(([run, value]) =>
-      make("span", {}, lineSample(run.group), `${(scale * value).toPrecision(4)}  ${run.name}`));
+      make("span", {}, lineSample(run.group), `${(scale * value).toPrecision(4)}  ${run.label}`));
     tip.replaceChildren(make("b", { text: `round ${round}` }), ...entries);
     const isLeft = pointer < width / 2;
     tip.style.left = isLeft ? `${x(round) + 10}px` : "";

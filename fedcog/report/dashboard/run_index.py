@@ -5,13 +5,14 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from fedcog.core.tasks import METRIC_LABELS, Metric
 from fedcog.report.dashboard.run_follower import RunFollower, RunGone, seconds_since_change
+from fedcog.report.dashboard.run_labels import short_labels
 from fedcog.report.markup import printable
 from fedcog.runs.config.composition import algorithm_name
 from fedcog.runs.records.recorded_run import Run
@@ -40,6 +41,7 @@ class RunIndex:
         self.num_hidden = 0
         self._server_id = secrets.token_hex(8)  # the page starts afresh when it changes
         self._numbers: dict[Path, int] = {}
+        self._folders: dict[Path, str] = {}
         self._lock = threading.Lock()
         self._last_refresh = -math.inf
         self._last_search = -math.inf
@@ -118,6 +120,8 @@ class RunIndex:
                 inner = path.relative_to(root)
                 name = printable(str(inner) if inner.parts else path.absolute().name)
                 runs[path] = self.runs.get(path) or RunFollower(path, name)
+                top = inner.parts[:-1][:1]
+                self._folders[path] = printable("/".join((root.absolute().name, *top)))
         self.num_hidden = max(0, len(runs) - MAX_RUNS)
         if self.num_hidden:
             by_age = sorted(runs, key=lambda path: seconds_since_change(path / "rounds.jsonl"))
@@ -145,14 +149,31 @@ class RunIndex:
             "server": self._server_id,
             "where": [printable(str(root)) for root in self.roots],
             "more": self.num_hidden,
-            "runs": [
-                self._describe(path, follower, group_indices.get(path))
-                for path, follower in self.runs.items()
-            ],
+            "runs": self._describe_all(group_indices),
             "groups": [printable(each.label) for each in groups],
             "columns": [COLUMNS[column] for column in columns],
             "table": table,
         }
+
+    def _describe_all(self, group_indices: Mapping[Path, int]) -> list[dict[str, Any]]:
+        """Describe all runs: first those that are running, then the others by folder."""
+        labels = short_labels(
+            [
+                (self._numbers[path], follower.name, run.experiment if run else None)
+                for path, follower in self.runs.items()
+                for run in (follower.run,)
+            ]
+        )
+        descriptions = []
+        for (path, follower), label in zip(self.runs.items(), labels, strict=True):
+            description = self._describe(path, follower, group_indices.get(path))
+            section = "running" if follower.state == "running" else self._folders[path]
+            descriptions.append(description | {"label": label, "section": section})
+        sections = list(dict.fromkeys(one["section"] for one in descriptions))
+        return sorted(
+            descriptions,
+            key=lambda one: (one["state"] != "running", sections.index(one["section"])),
+        )
 
     def _describe(
         self, path: Path, follower: RunFollower, group_index: int | None

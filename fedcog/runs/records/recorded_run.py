@@ -1,8 +1,10 @@
 """Recorded runs: their rounds and scores, and the trained model."""
 
 import dataclasses
+import warnings
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,8 +18,11 @@ from fedcog.models.zoo import MODELS, build
 from fedcog.runs.config.composition import algorithm_name
 from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.records.checkpoint import Checkpoint
-from fedcog.runs.records.run_directory import RecordError, RunDirectory
+from fedcog.runs.records.run_directory import RecordError, RunDirectory, runs_below
 from fedcog.runs.setup import check_runnable, make_privacy
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -117,6 +122,16 @@ class Run:
             f"multiplier {privacy.noise:g}"
         )
 
+    def to_frame(self) -> "DataFrame":
+        """Return the rounds as a pandas DataFrame, one row per round; see `fedcog.frame`.
+
+        Raises:
+            ConfigError: If pandas is not installed.
+        """
+        from fedcog.runs.records.frames import frame  # which imports this module
+
+        return frame([self])
+
 
 def read(path: str | Path) -> Run:
     """Read a recorded run, finished or not.
@@ -126,6 +141,59 @@ def read(path: str | Path) -> Run:
     """
     directory = RunDirectory(path)
     return Run(directory.path, directory.experiment(), directory.lines(), directory.failure())
+
+
+def read_all(folder: str | Path) -> list[Run]:
+    """Read all runs in or below a folder, in the order of their paths.
+
+    A damaged run is left out with a warning.
+
+    Args:
+        folder: A run directory, or a folder with runs below it.
+
+    Returns:
+        The runs, finished or not.
+
+    Raises:
+        RecordError: If there is no run, or all are damaged.
+
+    Example:
+        ```python
+        import fedcog
+
+        experiment = fedcog.Experiment(rounds=2, local_steps=5)
+        fedcog.compare([experiment], seeds=[0, 1], out="runs/seeds")
+        print([run.last for run in fedcog.read_all("runs/seeds")])
+        ```
+    """
+    runs, damaged = read_readable(runs_below([folder]))
+    for error in damaged:
+        warnings.warn(f"skipped: {error}", stacklevel=2)
+    return runs
+
+
+def read_readable(paths: Iterable[Path]) -> tuple[list[Run], list[RecordError]]:
+    """Read the runs that are not damaged.
+
+    Args:
+        paths: The run directories.
+
+    Returns:
+        The runs, and why others cannot be read.
+
+    Raises:
+        RecordError: If no run can be read.
+    """
+    runs: list[Run] = []
+    damaged: list[RecordError] = []
+    for path in paths:
+        try:
+            runs.append(read(path))
+        except RecordError as error:
+            damaged.append(error)
+    if damaged and not runs:
+        raise damaged[0]
+    return runs, damaged
 
 
 def load(

@@ -1,7 +1,7 @@
 """Summaries of several runs: groups that differ in seed only, with mean and standard deviation."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fedcog.core.tasks import METRIC_LABELS, Metric
@@ -127,14 +127,6 @@ def used_columns(rows: Sequence[Sequence[str]]) -> list[int]:
     return [column for column in range(len(COLUMNS)) if any(row[column] for row in rows)]
 
 
-def markdown(runs: Sequence[Run]) -> str:
-    """Return the rows as a Markdown table, without columns that are empty."""
-    found = rows(runs)
-    columns = used_columns(found)
-    lines = [COLUMNS, ("---",) * len(COLUMNS), *found]
-    return "".join(f"| {' | '.join(line[column] for column in columns)} |\n" for line in lines)
-
-
 def spread(values: Sequence[float]) -> Spread:
     """Return mean and sample standard deviation."""
     deviation = statistics.stdev(values) if len(values) > 1 else None
@@ -172,17 +164,43 @@ def group(runs: Sequence[Run]) -> list[Group]:
 
 def labels(experiments: Sequence[Experiment]) -> list[str]:
     """Return labels: the algorithm's name, and the settings that differ between experiments."""
-    settings = [flatten_settings(_without_seed(experiment)) for experiment in experiments]
+    settings = [result_settings(experiment) for experiment in experiments]
+    varying = differing(settings)
+    return [
+        settings_label(experiment, own, varying)
+        for experiment, own in zip(experiments, settings, strict=True)
+    ]
+
+
+def settings_label(
+    experiment: Experiment, settings: Mapping[str, Any], names: Sequence[str]
+) -> str:
+    """Return a label such as 'fedprox (fedprox.mu 0.1, lr 0.01)'.
+
+    Args:
+        experiment: The experiment.
+        settings: Its settings, flat.
+        names: The settings to show, if the experiment has them.
+
+    Returns:
+        The algorithm's name, and the settings in brackets.
+    """
+    values = ", ".join(f"{name} {settings[name]}" for name in names if name in settings)
+    label = algorithm_name(experiment.algorithm)
+    return f"{label} ({values})" if values else label
+
+
+def result_settings(experiment: Experiment) -> dict[str, Any]:
+    """Return the settings that decide the results, flat, and the rounds, without the seed."""
+    return flatten_settings(_without_seed(experiment))
+
+
+def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of settings, except the algorithm, that have several values, sorted."""
     names = {name for own in settings for name in own} - {"algorithm"}
-    varying = sorted(
+    return sorted(
         name for name in names if len({repr(own[name]) for own in settings if name in own}) > 1
     )
-    found = []
-    for experiment, own in zip(experiments, settings, strict=True):
-        values = ", ".join(f"{name} {own[name]}" for name in varying if name in own)
-        label = algorithm_name(experiment.algorithm)
-        found.append(f"{label} ({values})" if values else label)
-    return found
 
 
 def flatten_settings(settings: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -38,6 +38,8 @@ The others define the problem, which is the same for all algorithms.
 
 MAX_VALUES = 1000
 """Maximal length of a list of values."""
+EDGE_FRACTION = 0.05
+"""A value this close to an end of a range, as a fraction of the range, lies at its edge."""
 MAX_DRAWS = 100_096
 """Number of random points drawn in search of one that was not tried."""
 DRAWS_PER_BATCH = 64
@@ -114,7 +116,9 @@ class Range:
         return f"{self.low:g} to {self.high:g}{scale}"
 
 
-SearchSpace = dict[str, Choice | Range]
+Domain = Choice | Range
+
+SearchSpace = dict[str, Domain]
 """The domain of each tuned setting; settings of an algorithm are named `fedprox.mu`."""
 
 
@@ -260,6 +264,67 @@ def space_of(space: SearchSpace, experiment: Experiment) -> SearchSpace:
         for key, domain in space.items()
         if "." not in key or key.rpartition(".")[0] in names
     }
+
+
+def edge_of(domain: Domain, value: Any) -> Literal["smallest", "largest"] | None:
+    """Return at which edge of its domain a value lies; None inside, and for texts.
+
+    Args:
+        domain: Numbers, or a range.
+        value: A value of the domain.
+
+    Returns:
+        The edge. A range has edges of 5 % of its width, on its own scale.
+    """
+    if isinstance(domain, Choice):
+        if len(domain.values) < 2 or any(type(one) not in (int, float) for one in domain.values):
+            return None
+        if value == min(domain.values):
+            return "smallest"
+        return "largest" if value == max(domain.values) else None
+    if domain.log:
+        fraction = math.log(value / domain.low) / math.log(domain.high / domain.low)
+    else:
+        fraction = (value - domain.low) / (domain.high - domain.low)
+    if fraction <= EDGE_FRACTION:
+        return "smallest"
+    return "largest" if fraction >= 1 - EDGE_FRACTION else None
+
+
+def edge_sentences(experiment: Experiment, space: SearchSpace, point: Point) -> list[str]:
+    """Return which values of a chosen point lie at an edge of what was searched.
+
+    An edge that is also a bound of the setting, beyond which nothing can be tried, is left out.
+
+    Args:
+        experiment: The experiment of the algorithm.
+        space: What was searched.
+        point: The chosen values.
+
+    Returns:
+        A sentence with a remedy for each value, such as 'fedprox: the chosen lr 0.1 is the largest
+        of its grid: try larger values.'
+    """
+    known = settings.settings(Experiment)
+    for name, layer in named_layers(experiment.algorithm):
+        own_settings = settings.settings(type(layer)).items()
+        known = known | {f"{name}.{key}": setting for key, setting in own_settings}
+    sentences = []
+    for name, value in point.items():
+        domain = space[name]
+        edge = edge_of(domain, value)
+        if edge is None or any(limit == value for _, limit in known[name].bounds):
+            continue
+        place = f"the {edge} of its grid"
+        if isinstance(domain, Range):
+            end = "lower" if edge == "smallest" else "upper"
+            place = f"at the {end} end of its range"
+        direction = "smaller" if edge == "smallest" else "larger"
+        sentences.append(
+            f"{algorithm_name(experiment.algorithm)}: the chosen {name} {value:g} is {place}: try "
+            f"{direction} values."
+        )
+    return sentences
 
 
 def size(space: SearchSpace) -> float:

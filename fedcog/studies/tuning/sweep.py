@@ -36,6 +36,7 @@ from fedcog.studies.tuning.search_space import (
     Point,
     SearchSpace,
     corner_points,
+    edge_sentences,
     points,
     read_space,
     space_faults,
@@ -90,6 +91,16 @@ class Tuned(NamedTuple):
     def group(self) -> Group:
         """The final runs as a group."""
         return Group(self.name, self.runs)
+
+    @property
+    def edges(self) -> list[str]:
+        """Which chosen values lie at an edge of what was searched, with a remedy; often empty.
+
+        The best value may then lie outside.
+        """
+        if self.chosen.diverged:
+            return []
+        return edge_sentences(self.experiment, self.space, self.chosen.point)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,6 +51,7 @@ def _warning_sentences(plan: SweepPlan, tuned: Sequence[Tuned]) -> list[str]:
             "independent of the selection."
         )
     for one in tuned:
+        sentences += one.edges
         num_points = size(one.space)
         if plan.search == "grid" and num_points > plan.trials:
             sentences.append(

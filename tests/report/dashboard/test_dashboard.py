@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import fedcog
-from fedcog import Experiment
+from fedcog import Experiment, FedCOG, FedProx
 from fedcog.cli.main import main
-from fedcog.report.dashboard import DashboardServer, run_index, web_server
+from fedcog.report.dashboard import DashboardServer, run_index, run_labels, web_server
 from fedcog.report.dashboard.run_follower import RunFollower, RunGone
 from fedcog.runs.records.run_directory import DirectoryBusy, RunDirectory
 from tests.support.browser import browser, console_messages, open_page, run_script, save_screenshot
@@ -110,9 +110,10 @@ def test_page_follows_a_live_run_without_reload(
             wait_for_points(browser, sorted([4, round]), f"round {round}")
             if round == 2:
                 rows = {row.split("\n")[0]: row for row in run_script(browser, ROWS)}
-                assert "running" in rows["live"] and "2 of 4" in rows["live"]
-                assert "finished" in rows["done"]
-                browser.find_elements("css selector", "#runs button")[1].click()
+                assert "running" in rows["seed 1"] and "2 of 4" in rows["seed 1"]
+                assert "live: fedavg+fedcog on digits" in rows["seed 1"]
+                assert "finished" in rows["seed 0"] and list(rows) == ["seed 1", "seed 0"]
+                browser.find_elements("css selector", "#runs button")[0].click()
             if round > 1:
                 wait_for_images(browser, f"round {round}")
                 assert len(browser.find_elements("css selector", "#generated .sheet img")) >= round
@@ -426,6 +427,51 @@ def test_linked_runs_are_listed_and_link_cycles_ignored(tmp_path: Path) -> None:
         assert [run["name"] for run in run_list(server)["runs"]] == ["a"]
 
 
+def test_running_runs_come_first_and_others_are_grouped_by_folder(tmp_path: Path) -> None:
+    for name in ("a/one", "a/two", "b/one", "alone"):
+        write_run(tmp_path / "runs" / name, 1, 2)
+    with RunDirectory(tmp_path / "runs/b/two").locked():
+        write_run(tmp_path / "runs/b/three", 1, 2)
+        RunDirectory(tmp_path / "runs/b/two").begin(Experiment(), {})
+        index = run_index.RunIndex([tmp_path / "runs"])
+        listed = [(run["section"], run["name"]) for run in index.overview()["runs"]]
+    assert listed == [
+        ("running", "b/two"),
+        ("runs/a", "a/one"),
+        ("runs/a", "a/two"),
+        ("runs", "alone"),
+        ("runs/b", "b/one"),
+        ("runs/b", "b/three"),
+    ]
+
+
+def test_labels_show_what_differs_and_never_coincide() -> None:
+    def labels(*experiments: Experiment | None) -> list[str]:
+        runs = [(number, f"folder/{number}", one) for number, one in enumerate(experiments, 1)]
+        return run_labels.short_labels(runs)
+
+    seeds = [Experiment(seed=seed) for seed in (0, 1)]
+    assert labels(*seeds) == ["seed 0", "seed 1"]
+    assert labels(*seeds, Experiment(FedProx(mu=0.5), lr=0.1), None) == [
+        "fedavg, lr 0.01, seed 0",
+        "fedavg, lr 0.01, seed 1",
+        "fedprox, lr 0.1, seed 0",
+        "folder/4",
+    ]
+    assert labels(Experiment(), Experiment()) == ["fedavg #1", "fedavg #2"]
+    long = [
+        Experiment(FedCOG(FedProx(mu=mu), lambda_dis=weight), lr=lr, beta=beta, seed=seed)
+        for mu in (0.01, 0.1)
+        for weight in (0.1, 1.0)
+        for lr in (0.01, 0.02)
+        for beta in (0.1, 0.5)
+        for seed in (0, 1)
+    ]
+    found = labels(*long)
+    assert len(set(found)) == len(long) == 32
+    assert all(len(label) <= 30 for label in found)
+
+
 @pytest.mark.slow
 def test_page_notices_a_restarted_server(browser: "Chrome", tmp_path: Path) -> None:
     write_run(tmp_path / "a" / "first", 3, 9)
@@ -440,9 +486,8 @@ def test_page_notices_a_restarted_server(browser: "Chrome", tmp_path: Path) -> N
     thread.start()
     try:
         wait_for(lambda: run_script(browser, POINTS) == [5], "the run of the second server")
-        assert run_script(browser, "return document.querySelector('#runs').innerText").startswith(
-            "other"
-        )
+        names = "return [...document.querySelectorAll('#runs button')].map(name => name.title)"
+        assert run_script(browser, names) == ["other"]
     finally:
         server.stop()
         thread.join(timeout=10)

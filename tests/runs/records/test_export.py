@@ -331,14 +331,18 @@ def test_export_and_report_do_not_overwrite_files_of_a_run(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = {file: file.read_bytes() for file in run.iterdir()}
-    for command in (
-        ["export", "run", "--out"],
-        ["report", "run", "--out"],
-        ["report", "run", "--table"],
-    ):
+    reasons = {
+        ("export", "run", "--out"): "is part of a run and would be lost",
+        ("report", "run", "--out"): "a report is a page",
+        ("report", "run", "--table"): "is no table",
+        ("table", "run", "--out"): "is no table",
+        ("plot", "run", "--out"): "is no figure",
+    }
+    for command, reason in reasons.items():
         for name in ("checkpoint.safetensors", "rounds.jsonl", "experiment.toml"):
             assert main([*command, f"run/{name}"]) == 2
-            assert f"run/{name} is part of a run and would be lost" in capsys.readouterr().err
+            error = capsys.readouterr().err
+            assert reason in error and f"run/{name}" in error
     assert before == {
         file: file.read_bytes() for file in run.iterdir() if file.name != "report.html"
     }

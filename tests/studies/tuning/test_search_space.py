@@ -55,6 +55,50 @@ def test_range_is_uniform_or_log_uniform() -> None:
     assert {number: dice.count(number) // 10 for number in dice} == dict.fromkeys(range(1, 7), 16)
 
 
+@pytest.mark.parametrize(
+    ("domain", "value", "edge"),
+    [
+        (Choice((0.01, 0.03, 0.1)), 0.1, "largest"),
+        (Choice((0.1, 0.03, 0.01)), 0.01, "smallest"),
+        (Choice((0.01, 0.03, 0.1)), 0.03, None),
+        (Choice((1, 2)), 2, "largest"),
+        (Choice((0.1,)), 0.1, None),
+        (Choice(("sgd", "adam")), "sgd", None),
+        (Choice((True, False)), True, None),
+        (Range(0, 1), 0.96, "largest"),
+        (Range(0, 1), 0.94, None),
+        (Range(0, 1), 0.04, "smallest"),
+        (Range(0.001, 1, log=True), 0.8, "largest"),  # 10 ** (-3 * 0.05) = 0.71
+        (Range(0.001, 1, log=True), 0.7, None),
+        (Range(0.001, 1, log=True), 0.0014, "smallest"),  # 0.001 * 10 ** (3 * 0.05) = 0.0014125
+        (Range(0.001, 1, log=True), 0.0015, None),
+        (Range(1, 100, is_integer=True), 100, "largest"),
+    ],
+)
+def test_edges_are_ends_of_lists_and_the_outer_5_percent_of_ranges(
+    domain: Choice | Range, value: Any, edge: str | None
+) -> None:
+    assert search_space.edge_of(domain, value) == edge
+
+
+def test_edge_sentences_name_algorithm_setting_and_remedy() -> None:
+    experiment = Experiment(FedProx())
+    space = search_space.read_space(
+        {
+            "lr": [0.01, 0.03, 0.1],
+            "momentum": [0.0, 0.9],
+            "weight_decay": {"low": 0.001, "high": 0.1, "log": True},
+            "fedprox": {"mu": [0.01, 0.1, 1]},
+        }
+    )
+    point = {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.001, "fedprox.mu": 0.1}
+    assert search_space.edge_sentences(experiment, space, point) == [
+        "fedprox: the chosen lr 0.1 is the largest of its grid: try larger values.",
+        "fedprox: the chosen weight_decay 0.001 is at the lower end of its range: try smaller "
+        "values.",
+    ], "no momentum is below 0"
+
+
 @given(st.lists(st.integers(), min_size=1, max_size=20, unique=True))
 def test_choice_gives_each_value_an_equal_share(values: list[int]) -> None:
     choice = Choice(tuple(values))

@@ -331,6 +331,21 @@ def test_report_shows_the_budget_and_every_trial(finished_sweep: tuple[Path, lis
     assert "looks at the test set" in report_html and (out / "chosen.html").exists()
 
 
+def test_values_at_an_edge_are_reported_everywhere(
+    finished_sweep: tuple[Path, list[Tuned]],
+) -> None:
+    """Each method chose between two values of mu, so one of them is at an edge."""
+    out, tuned = finished_sweep
+    (mu,) = (text for text in tuned[1].edges if "fedprox.mu" in text)
+    edge = "smallest" if tuned[1].chosen.point["fedprox.mu"] == 0.001 else "largest"
+    assert mu.startswith(f"fedprox: the chosen fedprox.mu {tuned[1].chosen.point['fedprox.mu']:g}")
+    assert f"is the {edge} of its grid: try " in mu
+    diverged = tuned[1]._replace(chosen=tuned[1].chosen._replace(diverged=True))
+    assert diverged.edges == []
+    for file in ("sweep.md", "report.html"):
+        assert mu in (out / file).read_text()
+
+
 def test_folder_of_another_sweep_is_refused(finished_sweep: tuple[Path, list[Tuned]]) -> None:
     for change in ({"trials": 4}, {"seed": 1}, {"trial_seeds": [8]}):
         with pytest.raises(

@@ -1,0 +1,84 @@
+"""One metric of a run over its rounds, by its key in the rounds' lines."""
+
+from collections.abc import Sequence
+
+from fedcog.core.settings import ConfigError, unknown_name
+from fedcog.core.tasks import EXTRA_METRICS, METRIC_LABELS
+from fedcog.runs.records.recorded_run import Run
+from fedcog.runs.tracking.values import round_metrics
+
+SCORE_WORDS = ("accuracy", "f1")
+"""A key whose last part has one of these words, or is in `EXTRA_METRICS`, is a score."""
+COST_WORDS = ("loss", "ece", "error", "distance", "seconds", "bytes", "epsilon")
+"""Of a metric whose key has one of these words, less is better."""
+
+
+def series(run: Run, metric: str = "") -> list[tuple[int, float]]:
+    """Return a metric of every round that has it.
+
+    Args:
+        run: The run.
+        metric: Key as in `fedcog.frame`, such as "loss" or "local_test/accuracy_mean"; by default
+            the main metric on the test set.
+
+    Returns:
+        (round, value), rounds from 1.
+    """
+    if not metric:
+        return run.scores
+    values = [(line["round"], round_metrics(line).get(metric)) for line in run.lines]
+    return [(round, value) for round, value in values if value is not None]
+
+
+def with_values(runs: Sequence[Run], metric: str = "") -> list[Run]:
+    """Return the runs that have a metric, or diverged before they could have it.
+
+    The trials of a sweep, which never use the test set, have no scores on it.
+
+    Args:
+        runs: The runs.
+        metric: Key as in `series`.
+
+    Returns:
+        The runs; at least one has the metric.
+
+    Raises:
+        ConfigError: If no run has the metric; the error names close ones.
+    """
+    if any(series(run, metric) for run in runs):
+        return [
+            run
+            for run in runs
+            if series(run, metric) or (run.diverged and run.experiment.evaluate_test)
+        ]
+    if not metric:
+        raise ConfigError(["no round has been evaluated on test examples: name a metric."])
+    known = dict.fromkeys(key for run in runs for line in run.lines for key in round_metrics(line))
+    raise ConfigError([unknown_name("metric", metric, list(known))])
+
+
+def metric_label(runs: Sequence[Run], metric: str = "") -> str:
+    """Return a metric's name for people: 'test accuracy', or its key.
+
+    Args:
+        runs: The runs.
+        metric: Key as in `series`.
+
+    Returns:
+        The name, without a unit.
+    """
+    if metric and metric not in METRIC_LABELS:
+        return metric
+    scored = [run for run in runs if run.scores]
+    return " or ".join(dict.fromkeys(f"test {METRIC_LABELS[run.metric]}" for run in scored))
+
+
+def is_score(metric: str) -> bool:
+    """Return whether a metric is a score from 0 to 1, which is printed in percent."""
+    name = metric.rpartition("/")[2]
+    return not metric or name in EXTRA_METRICS or any(word in name for word in SCORE_WORDS)
+
+
+def is_cost(metric: str) -> bool:
+    """Return whether less of a metric is better."""
+    return any(word in metric for word in COST_WORDS)

@@ -16,7 +16,7 @@ EXPERIMENT = Experiment(rounds=1, local_steps=1, threads=1)
     [
         ("modle", "Did you mean 'model'?"),
         ("callback", "Did you mean 'callbacks'?"),
-        ("zzz", "It accepts data, model, generator, callbacks"),
+        ("zzz", "It accepts data, model, generator, augmentation, callbacks"),
     ],
 )
 def test_run_refuses_unknown_keywords(name: str, hint: str, tmp_path: Path) -> None:

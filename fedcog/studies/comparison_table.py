@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from fedcog.core.settings import ConfigError, unknown_name
+from fedcog.data.sources.locations import short_name
 from fedcog.runs.records.frames import Runs, as_runs
 from fedcog.runs.records.metric_series import (
     is_cost,
@@ -216,7 +217,9 @@ def _members(runs: Sequence[Run]) -> dict[tuple[str, str], list[Run]]:
 
     A setting of the experiment belongs to the method if it differs between runs on the same data.
     """
-    places = [f"{run.experiment.dataset}, {run.experiment.partition_rule}" for run in runs]
+    places = [
+        f"{short_name(run.experiment.dataset)}, {run.experiment.partition_rule}" for run in runs
+    ]
     settings = [result_settings(run.experiment) for run in runs]
     names = set[str]()
     for place in dict.fromkeys(places):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedcog.core.tasks import METRIC_LABELS, Metric
+from fedcog.data.sources.locations import short_name
 from fedcog.report.dashboard.run_follower import RunFollower, RunGone, seconds_since_change
 from fedcog.report.dashboard.run_labels import short_labels
 from fedcog.report.markup import printable
@@ -203,7 +204,7 @@ class RunIndex:
             "seed": experiment.seed,
             "measure": label,
             "algorithm": printable(algorithm_name(experiment.algorithm)),
-            "dataset": printable(experiment.dataset),
+            "dataset": printable(short_name(experiment.dataset)),
             "rule": f"{experiment.clients} clients, {partition}",
             "last": scores[-1] if scores else None,
             "best": max(scores, default=None),

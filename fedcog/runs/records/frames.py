@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedcog.core.settings import ConfigError
+from fedcog.data.sources.locations import short_name
 from fedcog.runs.config.composition import algorithm_name
 from fedcog.runs.records.recorded_run import Run, read_all
 from fedcog.runs.records.summary import differing, group, result_settings
@@ -90,7 +91,7 @@ def _identity(run: Run, label: str) -> dict[str, Any]:
     experiment = run.experiment
     return {
         "algorithm": algorithm_name(experiment.algorithm),
-        "dataset": experiment.dataset,
+        "dataset": short_name(experiment.dataset),
         "partition": experiment.partition_rule,
         "seed": experiment.seed,
         "group": label,

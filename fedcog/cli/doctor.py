@@ -40,6 +40,8 @@ OPTIONAL_PACKAGES = {
     "tensorboard": ("tensorboard", "tensorboard", "--track tensorboard"),
     "mlflow-skinny": ("mlflow", "mlflow", "--track mlflow"),
     "wandb": ("wandb", "wandb", "--track wandb"),
+    "torchvision": ("torchvision", "torchvision", "--model torchvision:..."),
+    "timm": ("timm", "timm", "--model timm:..."),
 }
 """The module of each optional package, the extra that installs it, and what it is for."""
 IMPORT_CHECKS = {

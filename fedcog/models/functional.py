@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from fedcog.models.checks import (
     copy_network,
     supports_channels_last,
 )
-from fedcog.models.ops.dropout import DropoutKey, KeyedDropout
+from fedcog.models.ops.dropout import DropoutKey, KeyedDropout, trial_key
 from fedcog.models.ops.layers import LayerOverrides
 from fedcog.models.width_masks import WidthError, width_masks
 
@@ -328,6 +329,45 @@ class Model:
             )
         features = seen[-1].to(x.dtype) if seen else None
         return logits.to(x.dtype), features, layers.updated_buffers if layers else {}
+
+    def batching_error(self, batch_size: int) -> str:
+        """Train two of this network at once, on trial inputs.
+
+        Args:
+            batch_size: Smallest batch size of training.
+
+        Returns:
+            Why torch cannot map the network over clients with vmap; empty if it can.
+        """
+        model = self.vmappable
+        like = next(iter(self.params.values()))
+        x = torch.linspace(-1, 1, 4, dtype=like.dtype, device=like.device)[: max(batch_size, 1)]
+        x = x.reshape(-1, *[1] * len(self.input_shape)).expand(-1, *self.input_shape)
+        key = trial_key(like.device)
+
+        def _loss(
+            params: Params, x: Tensor, buffers: Params, client_id: Tensor
+        ) -> tuple[Tensor, Params]:
+            result = model.forward(params, buffers, x, key._replace(client_id=client_id))
+            return result.logits.square().mean(), result.buffers
+
+        params, buffers = (
+            {name: torch.stack([value, value]) for name, value in weights.items()}
+            for weights in (self.params, self.buffers)
+        )
+        client_ids = torch.arange(2, device=like.device)
+        try:
+            with warnings.catch_warnings(action="ignore"):  # about missing batching rules
+                gradient = torch.func.grad(_loss, argnums=(0, 1), has_aux=True)
+                grads, after = torch.func.vmap(gradient)(
+                    params, torch.stack([x, x]), buffers, client_ids
+                )
+        except (RuntimeError, TypeError, ValueError) as error:
+            return str(error).strip().splitlines()[0].rstrip(".")
+        values = [*grads[0].values(), *after.values()]
+        if not all(bool(value.isfinite().all()) for value in values):
+            return "its gradients are not finite then"
+        return ""
 
     def layers(self) -> contextlib.AbstractContextManager[LayerOverrides | None]:
         """Return a context in which any network uses the same layer implementations as this one."""

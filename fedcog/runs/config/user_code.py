@@ -1,4 +1,4 @@
-"""The user's own code: algorithms named on the command line as FILE.py:Class, and their source."""
+"""The user's own code: what a command line names as FILE.py:Name, and its source."""
 
 import contextlib
 import importlib.util
@@ -6,8 +6,10 @@ import inspect
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from torch import nn
 
@@ -93,6 +95,75 @@ def load_algorithm(path: Path, name: str) -> type[Algorithm]:
     return cls
 
 
+@dataclass(frozen=True)
+class FileNetwork:
+    """A class or function that builds a network, in a Python file.
+
+    It may be sent to another process, which loads the file itself. The signature is that of the
+    class or function.
+
+    Attributes:
+        path: Absolute path of the file.
+        name: Name of the class or function.
+    """
+
+    path: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.name}"
+
+    def __call__(self, **arguments: Any) -> nn.Module:
+        """Build the network."""
+        network: nn.Module = self._load()(**arguments)
+        return network
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._load())
+
+    def _load(self) -> Any:
+        return getattr(_load_module(Path(self.path)), self.name, None)
+
+
+def load_network(text: str) -> FileNetwork:
+    """Load a class or function that builds a network from a Python file, which is executed.
+
+    Args:
+        text: A name such as "mine.py:Net", which the user wrote on the command line.
+
+    Returns:
+        What builds the network.
+
+    Raises:
+        ConfigError: If the file, the class or the function is missing.
+    """
+    path, _, name = text.rpartition(":")
+    module = _load_module(Path(path))
+    network = getattr(module, name, None)
+    if isinstance(network, nn.Module):
+        raise ConfigError(
+            [f"{path}: {name} is one network with its weights: name its class, or a function."]
+        )
+    if not (inspect.isclass(network) and issubclass(network, nn.Module)) and not (
+        inspect.isfunction(network)
+    ):
+        candidates = [
+            key
+            for key, value in vars(module).items()
+            if (inspect.isclass(value) and issubclass(value, nn.Module))
+            or inspect.isfunction(value)
+            if value.__module__ == module.__name__
+        ]
+        hint = f"it defines {', '.join(candidates)}" if candidates else "it defines none"
+        raise ConfigError([f"{path} has no network called '{name}': {hint}."])
+    return FileNetwork(str(Path(path).resolve()), name)
+
+
 def user_source(classes: Iterable[type]) -> str:
     """Return the source of classes and their bases, as far as it is the user's and available."""
     bases = dict.fromkeys(base for cls in classes for base in cls.__mro__)
@@ -130,7 +201,7 @@ def _load_module(path: Path) -> ModuleType:
         return sys.modules[module_name]
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise ConfigError([f"there is no file {path}: write FILE.py:Class."])
+        raise ConfigError([f"there is no file {path}: write FILE.py:Name."])
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # dataclasses look their module up
     folder = str(path.resolve().parent)

@@ -61,10 +61,10 @@ class LRSchedule:
         if self.kind == "constant":
             return 1.0
         duration = max(self.horizon - 1 - self.warmup, 1)
-        progress = min(elapsed / duration, 1.0)
+        left = 1 - min(elapsed / duration, 1.0)
         if self.kind == "cosine":
-            progress = (1 - math.cos(math.pi * progress)) / 2
-        return 1 - (1 - self.final) * progress
+            left = (1 - math.cos(math.pi * left)) / 2
+        return self.final + (1 - self.final) * left
 
     def faults(self, prefix: str = "") -> list[str]:
         """Return what is wrong with the settings of the schedule.
@@ -82,10 +82,10 @@ class LRSchedule:
             found.append(f"{name} step needs the rounds between its steps: set --lr-step 10.")
         if self.kind == "step" and self.decay == 1:
             found.append(f"{name} step needs the factor of its steps: set {flag}-decay 0.1.")
-        if self.uses_horizon and self.warmup >= self.horizon:
+        if self.uses_horizon and self.warmup and self.warmup >= self.horizon - 1:
             found.append(
-                f"{prefix}lr_warmup takes {self.warmup} rounds, and the learning rate decays until "
-                f"round {self.horizon}: lower {flag}-warmup."
+                f"{prefix}lr_warmup {self.warmup} leaves no rounds to decay in until round "
+                f"{self.horizon}: lower {flag}-warmup."
             )
         return found
 

@@ -341,30 +341,30 @@ class Model:
         """
         model = self.vmappable
         like = next(iter(self.params.values()))
-        x = torch.linspace(-1, 1, 4, dtype=like.dtype, device=like.device)[: max(batch_size, 1)]
+        x = torch.linspace(-1, 1, 4, dtype=like.dtype, device=like.device)[:batch_size]
         x = x.reshape(-1, *[1] * len(self.input_shape)).expand(-1, *self.input_shape)
+        weights = self.params | self.buffers
         key = trial_key(like.device)
 
-        def _loss(
-            params: Params, x: Tensor, buffers: Params, client_id: Tensor
-        ) -> tuple[Tensor, Params]:
-            result = model.forward(params, buffers, x, key._replace(client_id=client_id))
+        def _loss(weights: Params, x: Tensor, client_id: Tensor) -> tuple[Tensor, Params]:
+            own_key = key._replace(client_id=client_id)
+            result = model.forward(weights, weights, x, own_key)
             return result.logits.square().mean(), result.buffers
 
-        params, buffers = (
-            {name: torch.stack([value, value]) for name, value in weights.items()}
-            for weights in (self.params, self.buffers)
-        )
-        client_ids = torch.arange(2, device=like.device)
+        def _teacher_loss(x: Tensor) -> Tensor:  # the weights are the same for all clients
+            return model.predict(weights, x).square().mean()
+
+        both = {name: torch.stack([value, value]) for name, value in weights.items()}
+        inputs = torch.stack([x, x])
         try:
             with warnings.catch_warnings(action="ignore"):  # about missing batching rules
-                gradient = torch.func.grad(_loss, argnums=(0, 1), has_aux=True)
-                grads, after = torch.func.vmap(gradient)(
-                    params, torch.stack([x, x]), buffers, client_ids
-                )
+                train = torch.func.vmap(torch.func.grad(_loss, has_aux=True))
+                grads, buffers = train(both, inputs, torch.arange(2, device=like.device))
+                if self.has_input_gradient:
+                    torch.func.vmap(torch.func.grad(_teacher_loss))(inputs)
         except (RuntimeError, TypeError, ValueError) as error:
             return str(error).strip().splitlines()[0].rstrip(".")
-        values = [*grads[0].values(), *after.values()]
+        values = [*grads.values(), *buffers.values()]
         if not all(bool(value.isfinite().all()) for value in values):
             return "its gradients are not finite then"
         return ""

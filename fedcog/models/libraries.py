@@ -215,13 +215,13 @@ def _build_torchvision(name: str, num_classes: int, size: tuple[int, int]) -> nn
             if size[0] != size[1]:
                 raise ValueError("it takes square images")
             options[argument] = size[0]
-    models = _import_library("torchvision").models
+    models = import_library("torchvision").models
     module: nn.Module = models.get_model(name, weights=None, num_classes=num_classes, **options)
     return module
 
 
 def _build_timm(name: str, channels: int, num_classes: int, size: tuple[int, int]) -> nn.Module:
-    timm = _import_library("timm")
+    timm = import_library("timm")
     options: dict[str, Any] = {"num_classes": num_classes, "in_chans": channels}
     module: nn.Module
     if timm.models.get_pretrained_cfg(name).fixed_input_size:
@@ -257,14 +257,22 @@ def _try_size(module: nn.Module, channels: int, size: tuple[int, int]) -> None:
 
 def _listed_names(library: str) -> list[str]:
     """Return the classification networks that a library lists."""
-    package = _import_library(library)
+    package = import_library(library)
     if library == "torchvision":
         return list(package.models.list_models(module=package.models))
     return list(package.list_models())
 
 
-def _import_library(library: str) -> Any:
+def import_library(library: str) -> Any:
     """Import torchvision or timm, which imports torchvision.
+
+    torchvision is imported even if it was built for another torch than this one.
+
+    Args:
+        library: Name of the package.
+
+    Returns:
+        The package.
 
     Raises:
         ModelError: If the package is broken.

@@ -29,7 +29,8 @@ base = fedcog.Experiment(
 
 for name in names:
     experiment = replace(base, model=name)
-    run = fedcog.run(experiment, f"runs/networks/{name.replace(':', '-')}", resume=True)
+    out = f"runs/networks/{name.replace(':', '-')}"
+    run = fedcog.run(experiment, out, resume=True, report=False)
     network = fedcog.load(run.path)  # from its name; nothing else is needed
     size = sum(value.numel() for value in network.parameters())
     print(f"{name:<20} {size:>9,} parameters, last {run.last:.1%}")

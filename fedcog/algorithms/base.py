@@ -83,7 +83,8 @@ class Algorithm:
         needs_sgd: Whether it derives the mean gradient from the change of the parameters.
         sends_coverage: Whether payloads reveal which parts of the model a client has.
         is_wrapper: Whether it wraps another algorithm, its `inner`.
-        has_server_step: Whether the server moves the model by a step that may be scaled.
+        has_server_step: Whether a schedule may scale the server's update of the model; not so if
+            other state follows the model.
         is_recorded: Whether it stands for a user's algorithm whose code is not available.
         payload_bounds: Upper bound on the absolute values of each part of the payload, by key.
             Secure aggregation quantizes within these bounds.

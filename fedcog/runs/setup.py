@@ -182,7 +182,7 @@ class ExperimentSetup:
             tensors["real_labels"] = torch.cat(
                 [torch.full_like(own, label) for label, own in enumerate(samples)]
             )
-        return tensors, {
+        about: dict[str, Any] = {
             "dataset": self.dataset.name,
             "classes": list(self.dataset.classes),
             "several": self.dataset.multi_label,
@@ -192,9 +192,11 @@ class ExperimentSetup:
             "local_test_examples": self._local_test_sizes(),
             "parameters": sum(value.numel() for value in self.model.params.values()),
             "model": self.model_name,
-            "input_note": self.input_note,
             "initial_weights": "given" if self._has_given_weights else "seed",
         }
+        if self.input_note:
+            about["input_note"] = self.input_note
+        return tensors, about
 
     def _local_test_sizes(self) -> list[int]:
         """Return the number of test examples of each client; empty without client-side tests."""

@@ -10,6 +10,7 @@ import torch
 
 import fedcog
 from fedcog import ConfigError, Experiment, FedAdam, FedAvg, FedCOG, FedDyn, FedNova, make_algorithm
+from fedcog.algorithms.fedcog_variants import Varied
 from fedcog.core import tree
 from fedcog.runs.records.run_directory import RecordError, RunDirectory
 
@@ -58,6 +59,13 @@ def test_learning_rates_are_recorded_if_they_change(tmp_path: Path) -> None:
     assert [line["server_lr"] for line in changing.lines] == pytest.approx(expected)
     constant = run(tmp_path / "constant")
     assert not {"lr", "server_lr"} & constant.lines[0].keys()
+
+
+def test_report_shows_a_learning_rate_that_changes(tmp_path: Path) -> None:
+    caption = "Local learning rate of each round."
+    for name, changes in {"cosine": COSINE, "constant": {}}.items():
+        page = fedcog.run(dataclasses.replace(TINY, **changes), tmp_path / name).path
+        assert (caption in (page / "report.html").read_text()) == (name == "cosine")
 
 
 def test_resumed_run_is_byte_equal(tmp_path: Path) -> None:
@@ -132,8 +140,8 @@ def test_server_schedule_is_fedadams_learning_rate(tmp_path: Path) -> None:
 
 
 def test_server_schedule_is_refused_where_there_is_no_server_step() -> None:
-    for algorithm in (FedDyn(), FedCOG(FedDyn())):
-        with pytest.raises(ConfigError, match=r"feddyn has no server step.*--server-lr-schedule"):
+    for algorithm in (FedDyn(), FedCOG(FedDyn()), Varied(average=0.9)):
+        with pytest.raises(ConfigError, match=r"has no server step.*--server-lr-schedule constant"):
             Experiment(algorithm, server_lr_schedule="cosine")
     Experiment(FedDyn(), lr_schedule="cosine")
 

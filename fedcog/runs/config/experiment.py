@@ -444,8 +444,9 @@ class Experiment:
         for name, layer in named_layers(self.algorithm):
             if not layer.has_server_step:
                 yield (
-                    f"{name} has no server step that a schedule could scale: set "
-                    "--server-lr-schedule constant, and no --server-lr-warmup."
+                    f"{name} has no server step that a schedule could scale, since other state "
+                    "follows the model: set --server-lr-schedule constant, and no "
+                    "--server-lr-warmup."
                 )
 
     def unused_lr_settings(self) -> list[str]:

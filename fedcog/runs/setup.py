@@ -26,7 +26,7 @@ from fedcog.engine.privacy import Privacy
 from fedcog.federation.client_sampling import ClientSampling, PowerOfChoice, Uniform
 from fedcog.federation.server import Schedule, Server
 from fedcog.federation.simulator import LocalWorkload, Simulator, WeightRule
-from fedcog.models.checks import TOKENS_HINT
+from fedcog.models.checks import TOKENS_HINT, ModelError
 from fedcog.models.functional import Model
 from fedcog.models.initialization import Network, make_network
 from fedcog.models.libraries import input_note, name_fault
@@ -117,6 +117,7 @@ class ExperimentSetup:
 
         Raises:
             ConfigError: If settings, data and network do not fit together.
+            ModelError: If the network cannot be trained.
         """
         objects = objects or UserObjects()
         self.experiment = experiment
@@ -427,11 +428,9 @@ class ExperimentSetup:
         if mapping == "auto":
             return "loop" if reason else "graph"
         if reason:
-            raise ConfigError(
-                [
-                    f"mapping '{mapping}' trains the networks of several clients at once, which "
-                    f"torch cannot do with this one ({reason}): set --mapping loop."
-                ]
+            raise ModelError(
+                f"mapping '{mapping}' trains the networks of several clients at once, which torch "
+                f"cannot do with this one ({reason}): set --mapping loop."
             )
         return mapping
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fedcog
-from fedcog import ConfigError, Experiment, FedCOG
+from fedcog import ConfigError, Experiment, FedCOG, ModelError
 from fedcog.runs.records.run_directory import RunDirectory
 
 TINY = Experiment(clients=4, rounds=2, local_steps=3, batch_size=8, threads=1, workers=1)
@@ -127,7 +127,7 @@ class Branching(nn.Module):
 
 def test_network_that_vmap_cannot_map_is_refused_before_round_1(tmp_path: Path) -> None:
     mapped = dataclasses.replace(TINY, mapping="vmap")
-    with pytest.raises(ConfigError, match=r"torch cannot do with this one.*set --mapping loop"):
+    with pytest.raises(ModelError, match=r"torch cannot do with this one.*set --mapping loop"):
         fedcog.run(mapped, tmp_path / "run", model=Branching, report=False)
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").glob("rounds.jsonl"))
     for mapping in ("loop", "auto"):

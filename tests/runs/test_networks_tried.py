@@ -63,13 +63,11 @@ def signals(num_classes: int) -> nn.Module:
 
 
 def vgg11(num_classes: int) -> nn.Module:
-    """VGG-11's convolutions with BatchNorm, and a small classifier with dropout."""
-    features = import_library("torchvision").models.vgg11_bn().features
-    for layer in features:
-        if isinstance(layer, nn.ReLU):
-            layer.inplace = False
-    classifier = (nn.Flatten(), nn.Linear(512, 16), nn.ReLU(), nn.Dropout(), nn.Linear(16, 4))
-    return nn.Sequential(features, *classifier)
+    """VGG-11 of a quarter of the width, with BatchNorm and dropout."""
+    widths = [16, "M", 32, "M", 64, 64, "M", 128, 128, "M", 128, 128, "M"]
+    features = import_library("torchvision").models.vgg.make_layers(widths, batch_norm=True)
+    hidden = (nn.Linear(128, 16), nn.ReLU(), nn.Dropout())
+    return nn.Sequential(features, nn.Flatten(), *hidden, nn.Linear(16, num_classes))
 
 
 def small_vit(num_classes: int) -> nn.Module:
@@ -122,7 +120,7 @@ def train(
 ) -> fedcog.Run:
     experiment = dataclasses.replace(EXPERIMENT, **changes)  # type: ignore[arg-type]
     if isinstance(network, str):
-        experiment = dataclasses.replace(experiment, model=network)
+        experiment = dataclasses.replace(experiment, model=network, local_steps=1)
         return fedcog.run(experiment, out, data=data, resume=resume, report=False)
     return fedcog.run(experiment, out, data=data, model=network, resume=resume, report=False)
 

@@ -55,6 +55,7 @@ schema: .venv/.base  ## regenerate the flags of the command line after a change 
 .venv/.dev: .venv/.base
 	@echo "Installing what the tests need"
 	$(PIP) --editable '.[dev]'
+	$(PIP) --no-deps timm torchvision  # torchvision would pull the torch that it was built for
 	@$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null || true  # some files are for another Python
 	@touch .venv/.dev
 

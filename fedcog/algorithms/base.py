@@ -83,6 +83,8 @@ class Algorithm:
         needs_sgd: Whether it derives the mean gradient from the change of the parameters.
         sends_coverage: Whether payloads reveal which parts of the model a client has.
         is_wrapper: Whether it wraps another algorithm, its `inner`.
+        has_server_step: Whether a schedule may scale the server's update of the model; not so if
+            other state follows the model.
         is_recorded: Whether it stands for a user's algorithm whose code is not available.
         payload_bounds: Upper bound on the absolute values of each part of the payload, by key.
             Secure aggregation quantizes within these bounds.
@@ -98,6 +100,7 @@ class Algorithm:
     needs_sgd: ClassVar[bool] = False
     sends_coverage: ClassVar[bool] = False
     is_wrapper: ClassVar[bool] = False
+    has_server_step: ClassVar[bool] = True
     is_recorded: ClassVar[bool] = False
     payload_bounds: ClassVar[dict[str, float]] = {
         "delta": 64.0,

@@ -38,6 +38,11 @@ class Varied(FedCOG):
         0.0, "weight of the previous model in the evaluated moving average", ">= 0", "< 1"
     )
 
+    @property
+    def has_server_step(self) -> bool:  # type: ignore[override]
+        """The moving average of models follows the unscaled update."""
+        return not self.average
+
     def server_init(self, init: FederationInit) -> State:
         """Start the moving average of models."""
         server = super().server_init(init)

@@ -24,6 +24,7 @@ class FedDyn(Algorithm):
     """
 
     needs_full_model: ClassVar[bool] = True
+    has_server_step: ClassVar[bool] = False  # the model is the mean minus h / alpha, not a step
     alpha: float = setting(0.01, "weight of the linear and quadratic penalty", ">= 0")
     correction: float = setting(
         1.0,

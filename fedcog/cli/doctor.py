@@ -16,6 +16,7 @@ import torch
 
 import fedcog
 from fedcog.data import DATASETS, array_store, registry
+from fedcog.models.libraries import LIBRARIES, import_library
 from fedcog.models.ops import augmentation
 
 REQUIRED_PACKAGES = {
@@ -41,6 +42,8 @@ OPTIONAL_PACKAGES = {
     "tensorboard": ("tensorboard", "tensorboard", "--track tensorboard"),
     "mlflow-skinny": ("mlflow", "mlflow", "--track mlflow"),
     "wandb": ("wandb", "wandb", "--track wandb"),
+    "torchvision": ("torchvision", "torchvision", "--model torchvision:..."),
+    "timm": ("timm", "timm", "--model timm:..."),
 }
 """The module of each optional package, the extra that installs it, and what it is for."""
 IMPORT_CHECKS = {
@@ -128,7 +131,10 @@ def check_package(name: str, module: str, use: str, remedy: str, required: bool 
     """
 
     def load() -> str:
-        importlib.import_module(IMPORT_CHECKS.get(module, module))
+        if module in LIBRARIES:
+            import_library(module)
+        else:
+            importlib.import_module(IMPORT_CHECKS.get(module, module))
         return ", for ".join(part for part in (_version(name, module), use) if part)
 
     if importlib.util.find_spec(module) is None:

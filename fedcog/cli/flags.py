@@ -3,7 +3,7 @@
 import argparse
 import shutil
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from fedcog.cli.schema import load_schema
 from fedcog.core import settings
@@ -23,6 +23,8 @@ FIRST_OF_GROUP = {
 }
 """Titles of groups of flags, by the setting that starts each."""
 ALIASES = {"fedcog.start_round": "--start-round"}
+CUSTOM = "custom"
+"""Stands in a run's record for an object of the user's."""
 MAX_HELP_WIDTH = 120
 HELP_COLUMN = 36
 
@@ -56,41 +58,64 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError([f"{message}. See {self.prog} --help."])
 
 
-def load_user_algorithms(words: Sequence[str]) -> "tuple[list[str], UserClasses]":
-    """Load algorithms that are named as FILE.py:Class.
+class UserCode(NamedTuple):
+    """Code of the user that words of the command line name.
+
+    Attributes:
+        algorithms: Algorithm classes by name.
+        objects: Objects by their field in `UserObjects`, such as "model".
+    """
+
+    algorithms: "UserClasses"
+    objects: dict[str, Any]
+
+
+def load_user_code(words: Sequence[str]) -> tuple[list[str], UserCode]:
+    """Load what words of the command line name as FILE.py:NAME.
+
+    Only the command line names code: settings files and run directories never do.
 
     Args:
         words: The command line.
 
     Returns:
-        The command line with class names only, and the classes by name.
+        The command line with names in place of code, and the code.
 
     Raises:
-        ConfigError: If a class cannot be loaded, or two have the same name.
+        ConfigError: If code cannot be loaded, or two algorithms have the same name.
     """
     plain: list[str] = []
-    classes: UserClasses = {}
-    is_algorithm = False
+    code = UserCode({}, {})
+    last_flag = ""
     for word in words:
         flag, equals, text = word.partition("=")
         if word.startswith("--"):
-            is_algorithm = flag in ("--algorithm", "--algorithms")
+            last_flag = flag
         else:
             flag = ""
             equals = ""
             text = word
-        if is_algorithm and ".py:" in text:
-            from fedcog.runs.config.user_code import resolve
+        if ".py:" in text and last_flag in ("--algorithm", "--algorithms"):
+            text = _load_algorithms(text, code.algorithms)
+        elif ".py:" in text and last_flag == "--model":
+            from fedcog.runs.config.user_code import load_network
 
-            text, found = resolve(text)
-            for name in found.keys() & classes.keys():
-                if found[name] is not classes[name]:
-                    raise ConfigError(
-                        [f"two of your algorithms are called {name}: rename one of them."]
-                    )
-            classes |= found
+            code.objects["model"] = load_network(text)
+            text = CUSTOM
         plain.append(f"{flag}{equals}{text}")
-    return plain, classes
+    return plain, code
+
+
+def _load_algorithms(text: str, known: "UserClasses") -> str:
+    """Load the algorithms in a name such as mine.py:Mine+fedcog, and return their names."""
+    from fedcog.runs.config.user_code import resolve
+
+    text, found = resolve(text)
+    for name in found.keys() & known.keys():
+        if found[name] is not known[name]:
+            raise ConfigError([f"two of your algorithms are called {name}: rename one of them."])
+    known |= found
+    return text
 
 
 def all_settings(user_classes: "UserClasses") -> dict[str, Setting]:

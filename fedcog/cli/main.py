@@ -17,11 +17,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        plain, user_classes = flags.load_user_algorithms(words)
-        root = parser.build_parser(user_classes)
+        plain, code = flags.load_user_code(words)
+        root = parser.build_parser(code.algorithms)
         options, rest = root.parse_known_args(plain)
         options.words = words
-        options.user_classes = user_classes
+        options.user_classes = code.algorithms
         if getattr(options, "flags", ()) and flags.split_rest(rest)[1]:
             flags.read_values(options, rest)  # raises: a flag is unknown
     except ConfigError as error:
@@ -37,8 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _print_completion(options.shell)
     from fedcog.algorithms import ALGORITHMS  # imports torch
     from fedcog.cli.execution import COMMANDS, errors_explained
+    from fedcog.runs.setup import UserObjects
 
-    options.known = ALGORITHMS | user_classes
+    options.known = ALGORITHMS | code.algorithms
+    options.user_objects = UserObjects(**code.objects)
     with errors_explained() as outcome:
         outcome.exit_code = COMMANDS[options.command](options, rest)
     return outcome.exit_code

@@ -21,7 +21,7 @@ from fedcog.data.partitions.schemes import PARTITIONS
 from fedcog.data.sources.locations import short_name
 from fedcog.models.zoo import MODELS
 from fedcog.runs.config.composition import algorithm_name, named_layers
-from fedcog.runs.config.experiment import Experiment
+from fedcog.runs.config.experiment import LIBRARY_NAMES, Experiment
 from fedcog.runs.records import summary
 from fedcog.runs.records.derived_metrics import median_cost
 from fedcog.runs.records.export import Exported
@@ -506,6 +506,8 @@ def _print_models() -> None:
     table = _new_table("model", "description", title="Models")
     for name, build in MODELS.items():
         table.add_row(name, (build.__doc__ or "").strip().splitlines()[0])
+    for name in LIBRARY_NAMES:
+        table.add_row(name, f"A network of {name.partition(':')[0]}, with new weights.")
     out.print(table)
 
 
@@ -522,7 +524,8 @@ def _print_partitions() -> None:
 
 def _experiment_warnings(experiment: Experiment) -> list[str]:
     """Return settings that have no effect, or that the user may not intend."""
-    warnings = []
+    unused = experiment.unused_lr_settings()
+    warnings = [f"{name} has no effect with this learning rate schedule." for name in unused]
     layers = named_layers(experiment.algorithm)
     for name, layer in layers:
         if layer.is_personalized and not experiment.evaluate_local:

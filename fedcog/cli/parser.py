@@ -218,6 +218,7 @@ def _add_export(commands: Any, schema: Schema) -> None:
     export.add_argument(
         "--algorithm", metavar="NAME", help="your own algorithm of the run: FILE.py:Class"
     )
+    export.add_argument("--model", metavar="NAME", help="your own network of the run: FILE.py:Name")
 
 
 def _add_reproduce(commands: Any, schema: Schema) -> None:

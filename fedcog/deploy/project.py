@@ -10,6 +10,7 @@ from fedcog.core.settings import ConfigError
 from fedcog.core.toml import to_toml_value
 from fedcog.data import DataError, node_data
 from fedcog.deploy.defaults import DEPLOYMENT_DEFAULTS
+from fedcog.models.libraries import is_library_name
 from fedcog.runs.config.composition import algorithm_name, named_layers
 from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.flower_runs import deployment_faults, evaluation_faults
@@ -339,7 +340,12 @@ The settings of the experiment are in `app/pyproject.toml`. To change some of th
 
 def _requirement(experiment: Experiment) -> str:
     """The package that every machine installs."""
-    return "fedcog[flower]" if experiment.privacy == "off" else "fedcog[flower,privacy]"
+    extras = ["flower"]
+    if experiment.privacy != "off":
+        extras.append("privacy")
+    if is_library_name(experiment.model):
+        extras.append(experiment.model.partition(":")[0])
+    return f"fedcog[{','.join(extras)}]"
 
 
 def _write(file: Path, content: bytes, *, secret: bool = False) -> None:

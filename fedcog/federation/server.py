@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fedcog.algorithms import Algorithm
 from fedcog.core import tree
+from fedcog.core.lr_schedules import CONSTANT, LRSchedule
 from fedcog.core.timing import Stopwatch
 from fedcog.core.tree import Params, State
 from fedcog.engine.aggregation import is_finite
@@ -26,35 +27,50 @@ from fedcog.federation.client_sampling import ClientSampling
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which clients take part, how the learning rate decays, and when models are evaluated.
+    """Which clients take part, how learning rates change, and when models are evaluated.
 
     Attributes:
         rounds: Number of rounds.
         sampling: Which clients take part in a round.
-        lr: Learning rate of the first round.
-        lr_decay: Factor on the learning rate after every round.
+        lr: Local learning rate before its schedule.
+        client_lr: Schedule of the local learning rate.
         evaluate_every: Number of rounds between evaluations.
         evaluate_local: Whether to evaluate local models too.
         skip_diverged: Whether to leave clients out whose update is not finite, instead of stopping.
         evaluate_clients: Whether to evaluate models on every client's own test examples.
+        server_lr: Schedule of the factor on the server's update.
     """
 
     rounds: int
     sampling: ClientSampling
     lr: float
-    lr_decay: float
+    client_lr: LRSchedule
     evaluate_every: int
     evaluate_local: bool
     skip_diverged: bool = False
     evaluate_clients: bool = False
+    server_lr: LRSchedule = CONSTANT
 
     def is_evaluated(self, round: int) -> bool:
         """Return whether a round, from 0, is evaluated; the last one always is."""
         return (round + 1) % self.evaluate_every == 0 or round + 1 == self.rounds
 
     def lr_in_round(self, round: int) -> float:
-        """Return the learning rate of a round, from 0."""
-        return self.lr * self.lr_decay**round
+        """Return the local learning rate of a round, from 0."""
+        return self.lr * self.client_lr.factor(round)
+
+    def lr_record(self, round: int) -> dict[str, float]:
+        """Return the learning rates of a round, from 0, that change over rounds.
+
+        Returns:
+            `"lr"`: the local learning rate; `"server_lr"`: the factor on the server's update.
+        """
+        record = {}
+        if not self.client_lr.is_constant:
+            record["lr"] = self.lr_in_round(round)
+        if not self.server_lr.is_constant:
+            record["server_lr"] = self.server_lr.factor(round)
+        return record
 
 
 @dataclass
@@ -75,6 +91,7 @@ class RoundRecord:
         readings: Metrics that the algorithm reports.
         scores: Scores of the server's model, and of local models on the clients' label mix.
         local_test: Scores on the clients' own test examples.
+        learning_rates: Learning rates that change over rounds.
     """
 
     round: int
@@ -90,6 +107,7 @@ class RoundRecord:
     readings: dict[str, float] = field(default_factory=dict)
     scores: dict[str, Any] = field(default_factory=dict)
     local_test: dict[str, Any] = field(default_factory=dict)
+    learning_rates: dict[str, float] = field(default_factory=dict)
 
     def to_line(self) -> dict[str, Any]:
         """Convert to a line of `rounds.jsonl`; empty fields are left out.
@@ -100,7 +118,7 @@ class RoundRecord:
             "round": self.round,
             "clients": self.client_ids,
             "loss": self.loss,
-        }
+        } | self.learning_rates
         if len(self.candidate_ids) > len(self.client_ids):
             line["candidates"] = self.candidate_ids
         if self.skipped:
@@ -219,6 +237,7 @@ class Server:
                 total = self.privacy.protect_sum(total, request.round)
             draws = self.backend.server_draws(self.algorithm, request.round)
             server = self.algorithm.server_update(self.state, total, draws)
+            server = self._scale_step(server, self.schedule.server_lr.factor(request.round))
         stopwatch.lap("server")
         is_evaluated = self.schedule.is_evaluated(request.round)
         on_device: State = {
@@ -258,6 +277,13 @@ class Server:
         record.seconds["total"] = time.perf_counter() - request.started
         return FinishedRound(record, server, on_host.get("artifacts", {}))
 
+    def _scale_step(self, server: State, factor: float) -> State:
+        """Scale the server's update of the parameters; the rest of its state stays as it is."""
+        if factor == 1:
+            return server
+        step = tree.change(self.state["params"], server["params"])
+        return server | {"params": tree.add(self.state["params"], tree.scale(factor, step))}
+
     def _client_part(
         self, request: RoundRequest, result: RoundResult, findings: ClientFindings | None
     ) -> RoundRecord:
@@ -270,6 +296,7 @@ class Server:
             local=[{"client": client_id} for client_id in result.client_ids],
             seconds={},
             refused=result.refused,
+            learning_rates=self.schedule.lr_record(request.round),
         )
         if findings is not None:
             record.skipped, record.forgot = self._check_finite(request, result, findings)

@@ -4,6 +4,7 @@ import copy
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedcog.models.ops.dropout import KeyedDropout
@@ -222,16 +223,18 @@ def supports_channels_last(
 def _find_head(module: nn.Module, inputs: Tensor, num_classes: int) -> str | None:
     """Return the name of the linear layer whose outputs are the network's, if there is one.
 
-    It must be a plain, trainable nn.Linear that is called once with one input and shares its
-    weights with no other layer.
+    It must be a trainable nn.Linear, or a subclass that computes the same, that is called once with
+    one input and shares its weights with no other layer.
     """
     calls: list[tuple[str, Tensor]] = []
     hooks = [
         layer.register_forward_hook(
-            lambda _, args, output, name=name: calls.append((name if args else "", output))
+            lambda layer, args, output, name=name: calls.append(
+                (name if _is_linear(layer, args, output) else "", output)
+            )
         )
         for name, layer in module.named_modules()
-        if type(layer) is nn.Linear
+        if isinstance(layer, nn.Linear)
     ]
     outputs = _try_forward(module, inputs, num_classes)
     for hook in hooks:
@@ -246,6 +249,16 @@ def _find_head(module: nn.Module, inputs: Tensor, num_classes: int) -> str | Non
         if output is outputs and is_unshared and is_called_once:
             return name
     return None
+
+
+def _is_linear(layer: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> bool:
+    """Whether a layer called with `args` has computed what nn.Linear computes."""
+    if type(layer) is nn.Linear:
+        return bool(args)
+    names = {name for name, _ in layer.named_parameters()}
+    if not args or not names <= {"weight", "bias"} or next(layer.children(), None) is not None:
+        return False
+    return torch.equal(F.linear(args[0], layer.weight, layer.bias), output)
 
 
 def _equal(first: Tensor, second: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from fedcog.models.checks import (
     supports_channels_last,
 )
 from fedcog.models.ops.dropout import KeyedDropout
-from fedcog.models.ops.keyed_random import StepKey
+from fedcog.models.ops.keyed_random import StepKey, trial_key
 from fedcog.models.ops.layers import LayerOverrides
 from fedcog.models.tokens import (
     accept_embeddings,
@@ -369,6 +370,45 @@ class Model:
     @property
     def _dtype(self) -> torch.dtype:
         return next(iter(self.params.values())).dtype
+
+    def batching_error(self, batch_size: int) -> str:
+        """Train two of this network at once, on trial inputs.
+
+        Args:
+            batch_size: Smallest batch size of training.
+
+        Returns:
+            Why torch cannot map the network over clients with vmap; empty if it can.
+        """
+        model = self.vmappable
+        like = next(iter(self.params.values()))
+        x = torch.linspace(-1, 1, 4, dtype=like.dtype, device=like.device)[:batch_size]
+        x = x.reshape(-1, *[1] * len(self.input_shape)).expand(-1, *self.input_shape)
+        weights = self.params | self.buffers
+        key = trial_key(like.device)
+
+        def _loss(weights: Params, x: Tensor, client_id: Tensor) -> tuple[Tensor, Params]:
+            own_key = key._replace(client_id=client_id)
+            result = model.forward(weights, weights, x, own_key)
+            return result.logits.square().mean(), result.buffers
+
+        def _teacher_loss(x: Tensor) -> Tensor:  # the weights are the same for all clients
+            return model.predict(weights, x).square().mean()
+
+        both = {name: torch.stack([value, value]) for name, value in weights.items()}
+        inputs = torch.stack([x, x])
+        try:
+            with warnings.catch_warnings(action="ignore"):  # about missing batching rules
+                train = torch.func.vmap(torch.func.grad(_loss, has_aux=True))
+                grads, buffers = train(both, inputs, torch.arange(2, device=like.device))
+                if self.has_input_gradient:
+                    torch.func.vmap(torch.func.grad(_teacher_loss))(inputs)
+        except (RuntimeError, TypeError, ValueError) as error:
+            return str(error).strip().splitlines()[0].rstrip(".")
+        values = [*grads.values(), *buffers.values()]
+        if not all(bool(value.isfinite().all()) for value in values):
+            return "its gradients are not finite then"
+        return ""
 
     def layers(self) -> contextlib.AbstractContextManager[LayerOverrides | None]:
         """Return a context in which any network uses the same layer implementations as this one."""

@@ -1,4 +1,4 @@
-"""The networks that are available by name.
+"""The networks that are available by name: those of `MODELS`, and of torchvision and timm.
 
 To add a network, write a function that builds it, and an entry in `MODELS`.
 """
@@ -10,6 +10,7 @@ from torch import nn
 
 from fedcog.models.checks import ModelError
 from fedcog.models.initialization import initialize
+from fedcog.models.libraries import build_from_library, is_library_name
 from fedcog.models.resnet import resnet18, resnet18_gn
 
 
@@ -139,11 +140,16 @@ MODELS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
 """The networks by name; the first line of a function's docstring describes the network to users."""
 
 
+def is_network_name(name: str) -> bool:
+    """Return whether a name is in `MODELS`, or has the form of a library's, as `timm:NAME`."""
+    return name in MODELS or is_library_name(name)
+
+
 def build(name: str, input_shape: tuple[int, ...], num_classes: int, seed: int) -> nn.Module:
     """Build a network whose initial weights depend on the seed only.
 
     Args:
-        name: Name of the network, in `MODELS`.
+        name: Name of the network, in `MODELS` or of a library, such as `timm:resnet10t`.
         input_shape: Shape of one input.
         num_classes: Number of classes.
         seed: Seed of the initial weights.
@@ -154,6 +160,8 @@ def build(name: str, input_shape: tuple[int, ...], num_classes: int, seed: int) 
     Raises:
         ModelError: If the network does not fit the inputs.
     """
+    if is_library_name(name):
+        return build_from_library(name, input_shape, num_classes, seed)
     try:
         return initialize(lambda: MODELS[name](input_shape, num_classes), seed)
     except (RuntimeError, ValueError) as error:

@@ -346,6 +346,9 @@ def _scores_section(groups: Sequence[Group]) -> str:
             )
         plot = figures.curves_figure(losses, "training loss", size=(4.0, 3.3), marks=starts)
         drawn += figure(plot, caption)
+    if rates := run_values.curves(groups, lambda record: [record.get("lr")]):
+        plot = figures.curves_figure(rates, "learning rate", size=(4.0, 3.3))
+        drawn += figure(plot, "Local learning rate of each round.")
     epsilons = run_values.curves(
         groups, lambda record: [(record.get("privacy") or {}).get("epsilon")]
     )

@@ -17,7 +17,7 @@ def advice(experiment: Experiment, error: Diverged) -> str:
     """
     if not error.client_ids:
         return _server_advice(experiment)
-    rate = experiment.lr * experiment.lr_decay**error.round
+    rate = experiment.lr * experiment.client_lr.factor(error.round)
     momentum = experiment.momentum if experiment.optimizer == "sgd" else 0.0
     if experiment.optimizer == "sgd":
         max_curvature = 2 * (1 + momentum) / rate

@@ -3,7 +3,8 @@
 import functools
 import json
 import sys
-from dataclasses import replace
+import uuid
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,11 +13,12 @@ from fedcog.core.settings import ConfigError
 from fedcog.core.tree import State
 from fedcog.data.sources.locations import location_kind
 from fedcog.federation import secure_aggregation
+from fedcog.models.initialization import Network
 from fedcog.runs.config.composition import algorithm_name, named_layers
 from fedcog.runs.config.experiment import Experiment, read_experiment
 from fedcog.runs.environment import torch_settings
 from fedcog.runs.records.recorded_run import Run
-from fedcog.runs.setup import ExperimentSetup, clients_per_round
+from fedcog.runs.setup import ExperimentSetup, UserObjects, clients_per_round
 
 if TYPE_CHECKING:
     from fedcog.federation.flower_messages import NodeSetup
@@ -40,9 +42,9 @@ def check_flower(experiment: Experiment) -> None:
     """
     faults = node_faults(experiment)
     generator = experiment.algorithm.generator_config.kind
-    if "custom" in (experiment.dataset, experiment.model, generator):
+    if "custom" in (experiment.dataset, generator):
         faults.append(
-            "Flower nodes do not receive your own data or networks yet: set --backend simulator."
+            "Flower nodes do not receive your own data or generators yet: set --backend simulator."
         )
     for name, layer in named_layers(experiment.algorithm):
         if not type(layer).__module__.startswith("fedcog."):
@@ -174,7 +176,8 @@ def run_on_flower(runner: "Runner") -> Run:
                 outcomes.append(error)
 
     settings = json.dumps(experiment.to_dict())
-    flower_server.simulate(serve, setup, functools.partial(set_up_node, settings))
+    objects = NodeObjects(uuid.uuid4().hex, runner.objects.model)
+    flower_server.simulate(serve, setup, functools.partial(set_up_node, settings, objects))
     if not outcomes:
         raise RuntimeError(
             "Flower's simulation engine ended before the run did: its log has more information."
@@ -209,13 +212,34 @@ def secure_scale(experiment: Experiment) -> float:
     return experiment.secure_scale if experiment.secure_aggregation else 0.0
 
 
+@dataclass(frozen=True)
+class NodeObjects:
+    """The user's objects as a node's process receives them, anew with every message.
+
+    Attributes:
+        run_id: Names the run, so that equal objects of a run are recognized.
+        model: The network: an instance, or a class or function that builds it.
+    """
+
+    run_id: str
+    model: Network | None = field(default=None, compare=False)
+
+
 @functools.lru_cache(maxsize=1)
-def set_up_node(settings: str) -> "NodeSetup":
-    """Set an experiment, given as JSON, up in a node's process, on one thread."""
+def set_up_node(settings: str, objects: NodeObjects) -> "NodeSetup":
+    """Set an experiment up in a node's process, on one thread.
+
+    Args:
+        settings: The experiment as JSON.
+        objects: Objects of the user.
+
+    Returns:
+        The experiment as the node sees it.
+    """
     from fedcog.federation.flower_messages import NodeSetup
 
     torch.set_num_threads(1)
     experiment = read_experiment(json.loads(settings))
     experiment = replace(experiment, mapping="loop", workers=1, threads=1)
-    setup = ExperimentSetup(experiment)
+    setup = ExperimentSetup(experiment, UserObjects(model=objects.model))
     return NodeSetup(setup.simulator, experiment.algorithm, secure_scale(experiment))

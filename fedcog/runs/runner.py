@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from fedcog.federation.backend import Diverged, RoundRequest, RoundResult
 from fedcog.federation.server import Server
 from fedcog.federation.simulator import run_stacked_round
 from fedcog.runs.config.composition import algorithm_name
-from fedcog.runs.config.experiment import Experiment, free_settings
+from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.divergence import advice
 from fedcog.runs.experiment_data import resolve_clients
 from fedcog.runs.flower_runs import check_flower, run_on_flower, uses_flower
@@ -36,6 +37,10 @@ from fedcog.runs.warm_start import inherit
 
 Callback = Callable[[Experiment, dict[str, Any]], None]
 """Called after every round with the experiment and the round's line of `rounds.jsonl`."""
+
+
+class InputNote(UserWarning):
+    """How a network by name adapts its inputs."""
 
 
 class RunOptions(NamedTuple):
@@ -61,6 +66,7 @@ class Runner:
 
     Attributes:
         experiment: The experiment, with names for the user's own objects.
+        objects: Objects of the user.
         setup: Data, network and simulator.
         server: The server; its backend may be replaced before the first round.
         round: The next round, from 0.
@@ -90,17 +96,17 @@ class Runner:
             ConfigError: If the experiment cannot run.
             RecordError: If the directory holds another run.
         """
-        objects = objects or UserObjects()
+        self.objects = objects or UserObjects()
         self._options = options or RunOptions()
         self._is_remote = remote
         self._start_from = start_from
         check_trackers(self._options.trackers)
-        self.experiment = with_user_objects(experiment, objects)
-        check_objects(self.experiment, objects)
-        dataset = objects.preloaded
+        self.experiment = with_user_objects(experiment, self.objects)
+        check_objects(self.experiment, self.objects)
+        dataset = self.objects.preloaded
         if dataset is None:
-            dataset = load_data(self.experiment, objects)
-        objects = objects._replace(preloaded=dataset)
+            dataset = load_data(self.experiment, self.objects)
+        self.objects = self.objects._replace(preloaded=dataset)
         self.experiment = resolve_clients(self.experiment, dataset)
         if uses_flower(self.experiment) and not remote:
             check_flower(self.experiment)
@@ -113,7 +119,7 @@ class Runner:
         self._end: RunStatus = "stopped"
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.directory.locked())
-            self._open(objects, stack)
+            self._open(stack)
             self._exits = stack.pop_all()
 
     def __enter__(self) -> "Runner":
@@ -185,7 +191,7 @@ class Runner:
         self._end = "finished"
         return Run(self.directory.path, self.experiment, self.directory.lines())
 
-    def _open(self, objects: UserObjects, stack: contextlib.ExitStack) -> None:
+    def _open(self, stack: contextlib.ExitStack) -> None:
         """Set the experiment up, restore the last checkpoint, and open the trackers."""
         directory = self.directory
         exists = directory.exists()
@@ -198,9 +204,11 @@ class Runner:
             )
         remote = None
         if self._is_remote:
-            remote = RemoteClients({} if objects.data is not None else None)
-        self.setup = ExperimentSetup(self.experiment, objects, remote)
+            remote = RemoteClients({} if self.objects.data is not None else None)
+        self.setup = ExperimentSetup(self.experiment, self.objects, remote)
         stack.callback(self.setup.simulator.cohort.close)
+        if note := self.setup.input_note:
+            warnings.warn(f"{self.setup.model_name}: {note}.", InputNote, stacklevel=2)
         self.round = self._restore() if exists else 0
         recorded = directory.provenance()
         is_new_start = self._start_from is not None and not self.round
@@ -421,17 +429,18 @@ def _check_same_experiment(directory: RunDirectory, experiment: Experiment, resu
             "--out."
         )
     if recorded.identity != experiment.identity:
-        mine = experiment.to_dict()
-        theirs = recorded.to_dict()
-        free = free_settings()
-        changed = [
-            key
-            for key in {**mine, **theirs}
-            if mine.get(key) != theirs.get(key) and key not in free
-        ]
+        mine = experiment.identifying_settings()
+        theirs = recorded.identifying_settings()
+        changed = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
+        hint = ""
+        if changed == ["lr_rounds"]:
+            hint = (
+                f" Its learning rate decays over {recorded.client_lr.horizon} rounds, and --rounds "
+                f"alone would change that: set --lr-rounds {recorded.client_lr.horizon} too."
+            )
         raise RecordError(
             f"{directory.path} belongs to another experiment, which differs in "
-            f"{', '.join(changed)}. Choose another --out, or keep those settings."
+            f"{', '.join(changed)}. Choose another --out, or keep those settings.{hint}"
         )
 
 

@@ -28,11 +28,12 @@ from fedcog.engine.privacy import Privacy
 from fedcog.federation.client_sampling import ClientSampling, PowerOfChoice, Uniform
 from fedcog.federation.server import Schedule, Server
 from fedcog.federation.simulator import LocalWorkload, Simulator, WeightRule
-from fedcog.models.checks import TOKENS_HINT
+from fedcog.models.checks import TOKENS_HINT, ModelError
 from fedcog.models.functional import Model
 from fedcog.models.initialization import Network, make_network
+from fedcog.models.libraries import input_note, name_fault
 from fedcog.models.tokens import check_tokens, continuous_shape
-from fedcog.models.zoo import build
+from fedcog.models.zoo import MODELS, build
 from fedcog.runs.config.composition import algorithm_name, named_layers
 from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.config.user_code import describe_network, function_source, user_source
@@ -121,6 +122,7 @@ class ExperimentSetup:
         indices: Training examples of each client.
         data: The federated data set on the device.
         model_name: Name of the network; "custom" if it is the user's.
+        input_note: How the network adapts its inputs, in words; empty if it does not.
         model: The network.
         task: What a label means.
         privacy: Differential privacy of what clients send.
@@ -145,6 +147,7 @@ class ExperimentSetup:
 
         Raises:
             ConfigError: If settings, data and network do not fit together.
+            ModelError: If the network cannot be trained.
         """
         objects = objects or UserObjects()
         self.experiment = experiment
@@ -210,7 +213,7 @@ class ExperimentSetup:
             tensors["real_labels"] = torch.cat(
                 [torch.full_like(own, label) for label, own in enumerate(samples)]
             )
-        return tensors, {
+        about: dict[str, Any] = {
             "dataset": self.dataset.name,
             "client_names": client_names(self.experiment, self.dataset, self.indices),
             "classes": list(self.dataset.classes),
@@ -224,6 +227,9 @@ class ExperimentSetup:
             "initial_weights": "given" if self._has_given_weights else "seed",
             "augmentation": getattr(self._augmentation, "__name__", ""),
         }
+        if self.input_note:
+            about["input_note"] = self.input_note
+        return tensors, about
 
     def _local_test_sizes(self) -> list[int]:
         """Return the number of test examples of each client; empty without client-side tests."""
@@ -359,7 +365,10 @@ class ExperimentSetup:
             module = make_network(objects.model, shape, num_classes, experiment.seed)
         check_tokens(module, self.dataset.train_x)
         self._has_given_weights = isinstance(objects.model, nn.Module)
-        self._network_text = describe_network(module)
+        self._network_text = repr(module)
+        if objects.model is not None:
+            self._network_text = describe_network(module)
+        self.input_note = input_note(module)
         if experiment.pretrained:
             module, digest = load_pretrained(module, experiment.pretrained, num_classes)
             self._network_text += digest
@@ -442,15 +451,12 @@ class ExperimentSetup:
         are built-in and so known to work with vmap.
         """
         experiment = self.experiment
-        if experiment.mapping != "auto":
-            return experiment.mapping, 0
-        if self.device.type == "cuda":
-            return "graph", 0
-        uses_custom = "custom" in (
-            self.model_name,
-            experiment.algorithm.generator_config.kind,
-        )
-        if uses_custom or not is_built_in(experiment):
+        if experiment.mapping == "loop":
+            return "loop", 0
+        if experiment.mapping != "auto" or self.device.type == "cuda":
+            return self._batched_mapping(), 0
+        generator = experiment.algorithm.generator_config.kind
+        if self.model_name not in MODELS or generator == "custom" or not is_built_in(experiment):
             return "loop", 0
         num_steps = experiment.local_steps
         if experiment.local_epochs:
@@ -458,6 +464,21 @@ class ExperimentSetup:
             num_steps = int(experiment.local_epochs * num_examples / experiment.batch_size) + 1
         flops = self.model.flops_per_example * experiment.batch_size * num_steps
         return ("vmap", 1) if flops <= MAX_VMAP_FLOPS else ("loop", 0)
+
+    def _batched_mapping(self) -> Mapping:
+        """Return how clients train at once, if torch can map the network over clients."""
+        mapping = self.experiment.mapping
+        reason = ""
+        if self.model_name not in MODELS:
+            reason = self.model.batching_error(self.experiment.batch_size)
+        if mapping == "auto":
+            return "loop" if reason else "graph"
+        if reason:
+            raise ModelError(
+                f"mapping '{mapping}' trains the networks of several clients at once, which torch "
+                f"cannot do with this one ({reason}): set --mapping loop."
+            )
+        return mapping
 
     def _check_model(self) -> None:
         """Refuse networks that the algorithm cannot use."""
@@ -506,7 +527,8 @@ def make_schedule(experiment: Experiment, sizes: list[int]) -> Schedule:
         rounds=experiment.rounds,
         sampling=make_sampling(experiment, sizes),
         lr=experiment.lr,
-        lr_decay=experiment.lr_decay,
+        client_lr=experiment.client_lr,
+        server_lr=experiment.server_lr,
         evaluate_every=experiment.evaluate_every,
         evaluate_local=experiment.evaluate_local,
         skip_diverged=experiment.on_divergence == "skip",
@@ -587,7 +609,7 @@ def resolve_model_name(experiment: Experiment, input_shape: tuple[int, ...]) -> 
         input_shape: Shape of one input.
 
     Returns:
-        A name of `fedcog.models.zoo.MODELS`.
+        A name that `fedcog.models.zoo.build` takes.
     """
     if experiment.model != "auto":
         return experiment.model
@@ -630,6 +652,8 @@ def single_label_faults(experiment: Experiment) -> list[str]:
 def check_ready(experiment: Experiment) -> list[str]:
     """Return what prevents a run apart from its settings: missing data, labels, device."""
     faults: list[str] = []
+    if fault := name_fault(experiment.model):
+        faults.append(fault)
     source = registry.DATASETS.get(experiment.dataset)
     if source is not None and source.multi_label:
         faults += single_label_faults(experiment)
@@ -684,13 +708,32 @@ def check_objects(experiment: Experiment, objects: UserObjects) -> None:
     """
     if faults := check_runnable(experiment):
         raise ConfigError(faults)
-    lacks_data = objects.data is None and experiment.dataset == "custom"
-    lacks_model = objects.model is None and experiment.model == "custom"
-    if lacks_data or lacks_model:
-        raise ConfigError(
-            [
-                "this run uses your own data or network: name them again, --dataset "
-                "MODULE:FUNCTION or --model FILE.py:NAME, or continue it from Python with "
-                "fedcog.run(..., resume=True)."
-            ]
+    faults = missing_objects(experiment, objects)
+    if objects.model is None and (fault := name_fault(experiment.model)):
+        faults.append(fault)
+    if faults:
+        raise ConfigError(faults)
+
+
+def missing_objects(experiment: Experiment, objects: UserObjects) -> list[str]:
+    """Return which of the user's own objects an experiment needs and does not get.
+
+    Args:
+        experiment: The experiment.
+        objects: Objects of the user.
+
+    Returns:
+        A message with a remedy for each.
+    """
+    faults = []
+    if objects.data is None and objects.preloaded is None and experiment.dataset == "custom":
+        faults.append(
+            "this run uses your own data: name what makes them, --dataset FILE.py:NAME, or "
+            "continue it from Python with fedcog.run(..., data=..., resume=True)."
         )
+    if objects.model is None and experiment.model == "custom":
+        faults.append(
+            "this run uses your own network: name its file, --model FILE.py:Name, or continue it "
+            "from Python with fedcog.run(..., model=..., resume=True)."
+        )
+    return faults

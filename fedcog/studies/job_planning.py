@@ -31,6 +31,13 @@ STACKABLE_SETTINGS = (
     "partition_args",
     "lr",
     "lr_decay",
+    "lr_schedule",
+    "lr_warmup",
+    "lr_step",
+    "lr_final",
+    "server_lr_schedule",
+    "server_lr_decay",
+    "server_lr_warmup",
 )
 """Settings in which the runs of one stack may differ."""
 

@@ -9,6 +9,7 @@ from torch import nn
 from fedcog.algorithms import Algorithm
 from fedcog.core import tree
 from fedcog.core.integers import round_half_up
+from fedcog.core.lr_schedules import LRSchedule
 from fedcog.core.optimizers import Optimizer
 from fedcog.core.tasks import make_task
 from fedcog.core.tree import Params, State
@@ -239,7 +240,7 @@ class ToyFederation:
             rounds=config.rounds,
             sampling=Uniform(len(sizes), count, seed=config.seed),
             lr=config.lr,
-            lr_decay=1.0,
+            client_lr=LRSchedule(),
             evaluate_every=1,
             evaluate_local=True,
             skip_diverged=config.skip_diverged,

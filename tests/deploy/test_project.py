@@ -157,3 +157,9 @@ def test_init_does_not_overwrite_a_folder_in_use(tmp_path: Path) -> None:
 def test_app_refuses_settings_that_cannot_work(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_settings(settings)
+
+
+def test_machines_install_the_library_of_the_network(tmp_path: Path) -> None:
+    assert main(["deploy", "init", str(tmp_path / "new"), "--model", "timm:resnet10t"]) == 0
+    text = (tmp_path / "new" / "app" / "pyproject.toml").read_text()
+    assert 'dependencies = ["fedcog[flower,timm]"]' in text

@@ -8,6 +8,7 @@ import torch
 
 from fedcog.algorithms import Algorithm, FedAvg, FedCOG
 from fedcog.core import tree
+from fedcog.core.lr_schedules import LRSchedule
 from fedcog.core.optimizers import Optimizer, OptimizerKind
 from fedcog.core.tree import Params, State
 from fedcog.federation.simulator import run_stacked_round
@@ -44,7 +45,9 @@ def make_toy_with_lr(
 ) -> ToyFederation:
     """Return a toy federation with the learning rate of its seed."""
     toy = make_toy(algorithm, seed, 0.5, **settings)
-    toy.server.schedule = dataclasses.replace(toy.schedule, lr=RATES[seed], lr_decay=0.5)
+    toy.server.schedule = dataclasses.replace(
+        toy.schedule, lr=RATES[seed], client_lr=LRSchedule(decay=0.5)
+    )
     toy.simulator.cohort.optimizer = Optimizer(kind, 0.9, 1e-2)
     return toy
 

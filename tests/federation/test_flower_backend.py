@@ -1,20 +1,25 @@
 """Tests of the Flower backend: its simulation engine gives the simulator's results."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import fedcog
 from fedcog.algorithms import Algorithm
 from fedcog.core import tree
 from fedcog.core.settings import ConfigError
 from fedcog.core.tree import Params
+from fedcog.models.initialization import Network, initialize
+from fedcog.runs import flower_runs
 from fedcog.runs.config.composition import make_algorithm
 from fedcog.runs.config.experiment import Experiment
+from fedcog.runs.config.user_code import load_network
 from fedcog.runs.records.run_directory import RecordError, RunDirectory
 from tests.support import flower_engine
 from tests.support.flower_engine import in_process_flower  # noqa: F401 - a fixture
@@ -82,6 +87,65 @@ def test_resume_is_refused_when_nodes_hold_the_client_states(tmp_path: Path) -> 
         longer = replace(first, rounds=2, backend=backend)  # type: ignore[arg-type]
         with pytest.raises(RecordError, match="whose nodes have the client states of scaffold"):
             fedcog.run(longer, tmp_path / "run", resume=True, report=False)
+
+
+class Net(nn.Module):
+    """A user's network, with BatchNorm and dropout."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        layers = (nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3))
+        self.layers = nn.Sequential(nn.Flatten(), *layers, nn.Linear(8, num_classes))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+def given_network() -> nn.Module:
+    return initialize(lambda: Net(10), seed=5)
+
+
+def network_in_file(folder: Path) -> Network:
+    file = folder / "net.py"
+    file.write_text(
+        "from torch import nn\n"
+        "def make(num_classes):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes))\n"
+    )
+    return load_network(f"{file}:make")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_process_flower")
+@pytest.mark.parametrize(
+    "network",
+    [lambda _: Net, lambda _: lambda: Net(10), lambda _: given_network(), network_in_file],
+    ids=["class", "function", "instance", "file"],
+)
+def test_nodes_build_the_users_network(network: Callable[[Path], Network], tmp_path: Path) -> None:
+    schedule: dict[str, Any] = {"lr_schedule": "cosine", "server_lr_warmup": 1}
+    config = experiment("scaffold+fedcog", rounds=3, **schedule)
+    model = network(tmp_path)
+    simulated = fedcog.run(config, tmp_path / "simulated", model=model, report=False)
+    flower = replace(config, backend="flower")
+    remote = fedcog.run(flower, tmp_path / "flower", model=model, report=False)
+    assert [line["lr"] for line in remote.lines] == [line["lr"] for line in simulated.lines]
+    for expected, line in zip(simulated.lines, remote.lines, strict=True):
+        assert line["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+    expected_state = server_state(simulated)
+    for key, value in server_state(remote).items():
+        torch.testing.assert_close(value, expected_state[key], atol=1e-6, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_process_flower")
+def test_nodes_set_up_the_users_network_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flower_runs.set_up_node.cache_clear()
+    config = experiment("fedavg", rounds=3, backend="flower")
+    fedcog.run(config, tmp_path / "run", model=given_network(), report=False)
+    assert flower_runs.set_up_node.cache_info().misses == 1
 
 
 def test_unsupported_settings_are_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fedcog.algorithms import FedAvg
+from fedcog.core.lr_schedules import LRSchedule
 from fedcog.core.tasks import SingleLabel
 from fedcog.core.tree import Params
 from fedcog.federation.backend import RoundRequest, RoundResult
@@ -44,7 +45,7 @@ def test_last_round_is_always_evaluated() -> None:
 def test_learning_rate_decays_every_round() -> None:
     rates = []
     toy = ToyFederation(FedAvg(), rounds=3)
-    toy.server.schedule = Schedule(3, Uniform(3, 3, seed=3), 0.4, 0.5, 1, False)
+    toy.server.schedule = Schedule(3, Uniform(3, 3, seed=3), 0.4, LRSchedule(decay=0.5), 1, False)
     run_round = toy.simulator.run_round
 
     def recording(request: RoundRequest) -> RoundResult:

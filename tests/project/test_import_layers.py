@@ -127,7 +127,6 @@ def test_data_imports_only_rng_image_ops_and_a_few_libraries() -> None:
         "fedcog.core",
         "fedcog.core.rng",
         "fedcog.core.settings",
-        "fedcog.core.user_modules",
         "fedcog.models.ops",
         "fedcog.models.ops.augmentation",
         "fedcog.models.ops.keyed_random",

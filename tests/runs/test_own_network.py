@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fedcog
-from fedcog import ConfigError, Experiment, FedCOG
+from fedcog import ConfigError, Experiment, FedCOG, ModelError
 from fedcog.runs.records.run_directory import RunDirectory
 
 TINY = Experiment(clients=4, rounds=2, local_steps=3, batch_size=8, threads=1, workers=1)
@@ -109,3 +109,27 @@ def test_dropout_is_the_same_for_clients_at_once(tmp_path: Path) -> None:
         run = fedcog.run(mapped, tmp_path / mapping, model=Net, report=False)
         lines.append(json.dumps([[round(loss, 9) for loss in losses(run)]]))
     assert lines[0] == lines[1]
+
+
+class Branching(nn.Module):
+    """A network whose control flow depends on its inputs, which vmap cannot map."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, num_classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.flatten(1)
+        if x.sum() > 0:
+            x = x * 2
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def test_network_that_vmap_cannot_map_is_refused_before_round_1(tmp_path: Path) -> None:
+    mapped = dataclasses.replace(TINY, mapping="vmap")
+    with pytest.raises(ModelError, match=r"torch cannot do with this one.*set --mapping loop"):
+        fedcog.run(mapped, tmp_path / "run", model=Branching, report=False)
+    assert not (tmp_path / "run").exists() or not list((tmp_path / "run").glob("rounds.jsonl"))
+    for mapping in ("loop", "auto"):
+        one_by_one = dataclasses.replace(TINY, mapping=mapping)  # type: ignore[arg-type]
+        fedcog.run(one_by_one, tmp_path / mapping, model=Branching, report=False)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fedcog.algorithms import Algorithm
+from fedcog.api import ObjectKeywords
 from fedcog.cli import console
 from fedcog.cli.progress import DownloadProgress
 from fedcog.core.errors import Interrupted
@@ -24,6 +25,12 @@ from fedcog.runs.setup import check_ready
 def command_text(options: argparse.Namespace) -> str:
     """Return the command line as a user would type it."""
     return shlex.join(["fedcog", *options.words])
+
+
+def object_keywords(options: argparse.Namespace) -> ObjectKeywords:
+    """Return the objects that the command line names, as arguments of `fedcog.run`."""
+    objects = options.user_objects
+    return {"data": objects.data, "model": objects.model, "generator": objects.generator}
 
 
 def ready_experiment(
@@ -47,12 +54,13 @@ def ready_experiment(
     except ConfigError as error:
         texts = {
             key: values[key]
-            for key in ("dataset", "data_dir", "device")
+            for key in ("dataset", "data_dir", "device", "model")
             if isinstance(values.get(key), str)
         }
         more: list[str] = []
         if location_kind(str(values.get("dataset", "digits"))) in ("name", "folder", "file"):
-            more = check_ready(Experiment(**texts))
+            with contextlib.suppress(ConfigError):  # its faults are known
+                more = check_ready(Experiment(**texts))
         raise ConfigError(error.faults + more) from None
     if not_ready := check_ready(experiment):
         raise ConfigError(not_ready)

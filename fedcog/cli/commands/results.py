@@ -164,8 +164,15 @@ def export_command(options: argparse.Namespace, rest: list[str]) -> int:
     """
     flags.refuse_rest(rest)
     experiment = RunDirectory(options.run).experiment(options.known)
+    model = options.user_objects.model
+    if options.model is not None and model is None:
+        raise ConfigError(
+            ["--model names the run's own network, FILE.py:Name; networks by name need no flag."]
+        )
     if not_runnable := check_runnable(experiment):
         raise ConfigError(not_runnable)
-    exported = export(options.run, options.out, options.format, algorithm=experiment.algorithm)
+    exported = export(
+        options.run, options.out, options.format, model=model, algorithm=experiment.algorithm
+    )
     output.print_exported(exported, experiment, options.style)
     return 0

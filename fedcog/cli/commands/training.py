@@ -15,6 +15,7 @@ from fedcog.cli.commands.common import (
     command_text,
     explains_continuation,
     not_ready_faults,
+    object_keywords,
     prepare_dataset,
     print_diverged,
     ready_experiment,
@@ -33,8 +34,8 @@ from fedcog.runs.config.device_config import without_algorithms
 from fedcog.runs.config.experiment import Experiment, read_experiment
 from fedcog.runs.experiment_data import resolve_before_loading
 from fedcog.runs.records.run_directory import RunDirectory, check_writable
-from fedcog.runs.runner import RunOptions, default_directory
-from fedcog.runs.setup import UserObjects, check_runnable
+from fedcog.runs.runner import InputNote, RunOptions, default_directory
+from fedcog.runs.setup import check_runnable, missing_objects
 from fedcog.runs.tracking import TrackerWarning, check_trackers
 from fedcog.studies.tuning import sweep
 
@@ -52,8 +53,9 @@ def run_command(options: argparse.Namespace, rest: list[str]) -> int:
     values, faults = flags.read_values(options, rest)
     if options.resume is not None:
         recorded = RunDirectory(options.resume).experiment(options.known)
-        if not_runnable := check_runnable(recorded):
-            raise ConfigError(not_runnable)
+        missing = check_runnable(recorded) + missing_objects(recorded, options.user_objects)
+        if missing:
+            raise ConfigError(missing)
         if options.out:
             faults.append(f"--resume continues the run in {options.resume}: remove --out.")
         values = flags.merge(recorded.to_dict(), values)
@@ -62,10 +64,12 @@ def run_command(options: argparse.Namespace, rest: list[str]) -> int:
     out = Path(options.resume or options.out or default_directory(experiment))
     if torchrun.is_follower():
         with contextlib.suppress(Diverged, Interrupted):  # the leader reports them
-            fedcog.run(experiment, out, report=False)
+            fedcog.run(experiment, out, report=False, **object_keywords(options))
         return 0
     track_flags = [word for name in trackers for word in ("--track", name)]
-    resume_command = shlex.join(["fedcog", "run", "--resume", str(out), *track_flags])
+    model = options.user_objects.model
+    code_flags = [] if model is None else ["--model", str(model)]
+    resume_command = shlex.join(["fedcog", "run", "--resume", str(out), *code_flags, *track_flags])
     num_done = RunDirectory(out).checkpoint_round()
     with CommandProgress(experiment.rounds, num_done, options.style) as progress:
         output.print_experiment(experiment, out, options.style)
@@ -79,6 +83,7 @@ def run_command(options: argparse.Namespace, rest: list[str]) -> int:
                 command=command_text(options),
                 track=trackers,
                 progress=False,
+                **object_keywords(options),
             )
     output.print_results([run], options.style)
     print_result(f"report: {out / 'report.html'}", options.style)
@@ -133,6 +138,7 @@ def compare_command(options: argparse.Namespace, rest: list[str]) -> int:
                 command=command_text(options),
                 track=trackers,
                 progress=False,
+                **object_keywords(options),
             )
     output.print_results(runs, options.style)
     print_result(f"report: {out / 'report.html'}", options.style)
@@ -177,6 +183,8 @@ def sweep_command(options: argparse.Namespace, rest: list[str]) -> int:
         seed=int(values.get("seed", 0)),
         trial_seeds=trial_seeds,
         seeds=seeds,
+        data=options.user_objects.data,
+        model=options.user_objects.model,
     )
     if not_ready := not_ready_faults(experiments):
         raise ConfigError(not_ready)
@@ -192,7 +200,7 @@ def sweep_command(options: argparse.Namespace, rest: list[str]) -> int:
             command=command_text(options),
         )
         with explains_continuation(command_text(options)):
-            tuned = run_planned_sweep(plan, out, UserObjects(), run_options)
+            tuned = run_planned_sweep(plan, out, options.user_objects, run_options)
     output.print_tuned(plan, tuned, options.style)
     print_result(f"report: {out / 'report.html'}; all trials: {out / 'sweep.md'}", options.style)
     return print_diverged([run for one in tuned for run in one.runs])
@@ -251,5 +259,6 @@ def _comparison_warnings() -> Iterator[None]:
     """Show only warnings of data and trackers; diverged runs are printed at the end."""
     with warnings.catch_warnings(action="ignore"):
         warnings.simplefilter("default", DataWarning)
+        warnings.simplefilter("default", InputNote)
         with _every_tracker_warning():
             yield

@@ -98,6 +98,11 @@ def deploy_command(options: argparse.Namespace, rest: list[str]) -> int:
         The exit code.
     """
     values, faults = flags.read_values(options, rest)
+    if options.user_objects.model is not None:
+        faults.append(
+            "deploy init copies no code: give your network in federation.py of the new folder, "
+            "server_app(network=...) and client_app(network=...), and remove --model."
+        )
     experiment = read_experiment(values, faults, options.known)
     folder = Path(options.directory)
     project.init(

@@ -12,12 +12,13 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import torch
 
-from fedcog.core import rng, settings, user_modules
+from fedcog.core import rng, settings
 from fedcog.data import registry
 from fedcog.data.datasets import DataError, Dataset, channel_statistics, from_arrays
 from fedcog.data.folders import from_folder, resize_images
 from fedcog.data.sources.array_files import read_array_file
 from fedcog.data.sources.hub import Columns, read_hub
+from fedcog.data.sources.named_code import find_code, names_code
 
 HUB_PREFIX = "hub:"
 Kind = Literal["name", "folder", "file", "hub", "code", "unknown"]
@@ -69,7 +70,7 @@ def location_kind(text: str) -> Kind:
         return "hub"
     if text.endswith(".npz"):
         return "file"
-    if user_modules.names_code(text):
+    if names_code(text):
         return "code"
     is_path = os.sep in text or text.startswith(("~", "."))
     return "folder" if is_path or (text and Path(text).is_dir()) else "unknown"
@@ -229,7 +230,7 @@ def _random_rows(num_rows: int, count: int, split: str) -> torch.Tensor:
 def _call(name: str) -> Dataset:
     """Call the user's function and make a data set of what it returns."""
     try:
-        function = user_modules.load_object(name)
+        function = find_code(name)
     except settings.ConfigError as error:
         raise DataError(str(error)) from error
     try:

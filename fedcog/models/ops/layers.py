@@ -22,7 +22,7 @@ Ints = Sequence[int]
 
 
 class LayerOverrides(TorchFunctionMode):
-    """A context that replaces 2-d convolutions without groups, max pooling and BatchNorm.
+    """A context that replaces 2-d convolutions without groups, max pooling, BatchNorm and RNNs.
 
     Attributes:
         batch_invariant: Whether linear layers and convolutions give the same result for an example
@@ -53,6 +53,8 @@ class LayerOverrides(TorchFunctionMode):
         is_pooling = func in (F.max_pool2d, torch.max_pool2d)
         if is_pooling and _is_tracing() and not _is_forward_mode():
             return _max_pool2d(func, *args, **kwargs)
+        if func in _RECURRENT:
+            return _recurrent(func, *args)
         if func is F.batch_norm:
             return _batch_norm(self.updated_buffers, *args, **kwargs)
         return func(*args, **kwargs)
@@ -183,6 +185,25 @@ def _is_forward_mode() -> bool:
 def _pair(value: int | Ints) -> list[int]:
     values = [value] if isinstance(value, int) else [int(element) for element in value]
     return values * 2 if len(values) == 1 else values
+
+
+def _recurrent(func: Callable[..., Any], *args: Any) -> Any:
+    """Run a recurrent layer in plain operators: vmap has no rules for torch's own.
+
+    A packed sequence, whose fourth argument is its weights, is left to torch.
+    """
+    if not isinstance(args[3], bool):
+        return func(*args)
+    overload = _RECURRENT[func]
+    return torch._decomp.get_decompositions([overload])[overload](*args)
+
+
+_RECURRENT = {
+    torch.lstm: torch.ops.aten.lstm.input,
+    torch.gru: torch.ops.aten.gru.input,
+    torch.rnn_tanh: torch.ops.aten.rnn_tanh.input,
+    torch.rnn_relu: torch.ops.aten.rnn_relu.input,
+}
 
 
 def _batch_norm(

@@ -4,13 +4,14 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fedcog import data
 from fedcog.algorithms import ALGORITHMS, Algorithm
 from fedcog.core import settings
+from fedcog.core.lr_schedules import LRSchedule, ScheduleKind
 from fedcog.core.metrics import METRICS, parse_names
 from fedcog.core.optimizers import OptimizerKind
 from fedcog.core.settings import ConfigError, setting
@@ -20,7 +21,8 @@ from fedcog.data.partitions.base import PartitionConfig
 from fedcog.data.shifts import Shift
 from fedcog.data.sources import locations
 from fedcog.federation.device_types import DeviceType
-from fedcog.models.zoo import MODELS
+from fedcog.models.libraries import LIBRARIES
+from fedcog.models.zoo import MODELS, is_network_name
 from fedcog.runs.config.composition import (
     AlgorithmClasses,
     algorithm_name,
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 else:
     PartitionName = Literal[("auto", *schemes.PARTITIONS, "given", *schemes.FLWR_PARTITIONS)]
 """Names of partitions: those of the tables, and 'given' for the data set's own `indices`."""
+LIBRARY_NAMES = [f"{library}:NAME" for library in LIBRARIES]
+"""The form of the names of torchvision's and timm's networks."""
 
 DEFAULT_CLIENTS = 10
 DEFAULT_PARTITION = "dirichlet"
@@ -144,7 +148,11 @@ class Experiment:
         "auto", "random crop and flip in training; auto: as usual for the data set"
     )
 
-    model: str = setting("auto", "network: see `fedcog list`; auto: the paper's for the data set")
+    model: str = setting(
+        "auto",
+        "network: see `fedcog list`; torchvision:NAME, timm:NAME; auto: the paper's for the data "
+        "set; on the command line also your own, FILE.py:Name",
+    )
     pretrained: str = setting("", "safetensors file with the network's initial weights")
     pretrained_generator: str = setting(
         "", "safetensors file with the initial weights of FedCOG's generator"
@@ -182,8 +190,53 @@ class Experiment:
     lr: float = setting(0.01, "local learning rate", "> 0")
     momentum: float = setting(0.9, "sgd: momentum", ">= 0", "< 1")
     weight_decay: float = setting(1e-5, "weight decay", ">= 0")
-    lr_decay: float = setting(1.0, "factor on the learning rate after every round", "> 0", "<= 1")
+    lr_decay: float = setting(
+        1.0,
+        "factor on the learning rate after every round, or every lr_step rounds",
+        "> 0",
+        "<= 1",
+    )
+    lr_schedule: ScheduleKind = setting(
+        "exponential",
+        "learning rate over rounds; exponential, step: by lr_decay; cosine, linear: to lr_final",
+        identity="if set",
+    )
+    lr_warmup: int = setting(
+        0, "rounds in which the learning rate rises linearly", ">= 0", identity="if set"
+    )
+    lr_step: int = setting(
+        0, "schedule step: number of rounds between steps", ">= 0", identity="if set"
+    )
+    lr_final: float = setting(
+        0.01,
+        "schedules cosine, linear: factor on the learning rate in the last round",
+        "> 0",
+        "<= 1",
+        identity="if set",
+    )
+    lr_rounds: int = setting(
+        0,
+        "schedules cosine, linear: number of rounds until lr_final; 0: --rounds",
+        ">= 0",
+        identity="if set",
+    )
     grad_clip: float = setting(0.0, "max L2 norm of a client's gradient; 0: no limit", ">= 0")
+
+    server_lr_schedule: ScheduleKind = setting(
+        "constant",
+        "factor on the server's update over rounds; as lr_schedule, with server_lr_decay",
+        identity="if set",
+    )
+    server_lr_decay: float = setting(
+        1.0,
+        "factor on the server's update after every round, or every lr_step rounds",
+        "> 0",
+        "<= 1",
+        identity="if set",
+    )
+    server_lr_warmup: int = setting(
+        0, "rounds in which the factor on the server's update rises", ">= 0", identity="if set"
+    )
 
     seed: int = setting(0, "seed of all randomness", ">= 0")
     on_divergence: Literal["stop", "skip"] = setting(
@@ -260,9 +313,11 @@ class Experiment:
         faults += algorithm_faults
         if not algorithm_faults:
             faults += self._combination_faults()
+        if not faults:
+            faults += self._schedule_faults()
         faults += self._data_faults()
-        if self.model not in ("auto", "custom", *MODELS):
-            faults.append(settings.unknown_name("model", self.model, ["auto", *MODELS]))
+        if self.model not in ("auto", "custom") and not is_network_name(str(self.model)):
+            faults.append(_unknown_model(str(self.model)))
         if not faults and not any(layer.is_recorded for layer in self.algorithm.layers):
             faults += self._read_devices()[1]
         if faults:
@@ -301,10 +356,35 @@ class Experiment:
         text = json.dumps(self.identifying_settings(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    @property
+    def client_lr(self) -> LRSchedule:
+        """The schedule of the local learning rate."""
+        return LRSchedule(
+            kind=self.lr_schedule,
+            decay=self.lr_decay,
+            step=self.lr_step,
+            final=self.lr_final,
+            warmup=self.lr_warmup,
+            horizon=self.lr_rounds or self.rounds,
+        )
+
+    @property
+    def server_lr(self) -> LRSchedule:
+        """The schedule of the factor on the server's update."""
+        return replace(
+            self.client_lr,
+            kind=self.server_lr_schedule,
+            decay=self.server_lr_decay,
+            warmup=self.server_lr_warmup,
+        )
+
     def identifying_settings(self) -> dict[str, Any]:
-        """Return the settings that decide the results; an algorithm's are in its own table."""
+        """Return the settings that decide the results; an algorithm's are in its own table.
+
+        `lr_rounds` is the number of rounds over which learning rates decay, if a schedule uses it.
+        """
+        values = self.to_dict()
         ignored = free_settings() | self._unset_settings()
-        values = {name: value for name, value in self.to_dict().items() if name not in ignored}
         if self.partition == "auto":
             values["partition"] = DEFAULT_PARTITION
         values["clients"] = self.num_clients
@@ -313,7 +393,10 @@ class Experiment:
             values["dataset"] = f"{kind}:{locations.short_name(self.dataset)}"
         if self.indices:
             values["indices"] = Path(self.indices).name
-        return values
+        if self.client_lr.uses_horizon or self.server_lr.uses_horizon:
+            values["lr_rounds"] = self.client_lr.horizon
+            ignored.discard("lr_rounds")
+        return {name: value for name, value in values.items() if name not in ignored}
 
     def _unset_settings(self) -> set[str]:
         """Return the settings that decide the results only if set, and have their default."""
@@ -426,6 +509,38 @@ class Experiment:
         for name in {name for name in names if names.count(name) > 1}:
             yield f"{name} wraps itself: use each algorithm once."
 
+    def _schedule_faults(self) -> Iterator[str]:
+        """Check the schedules of the learning rates."""
+        yield from self.client_lr.faults()
+        yield from self.server_lr.faults("server_")
+        if self.server_lr.is_constant:
+            return
+        for name, layer in named_layers(self.algorithm):
+            if not layer.has_server_step:
+                yield (
+                    f"{name} has no server step that a schedule could scale, since other state "
+                    "follows the model: set --server-lr-schedule constant, and no "
+                    "--server-lr-warmup."
+                )
+
+    def unused_lr_settings(self) -> list[str]:
+        """Return the settings of learning rate schedules that are set but have no effect."""
+        kinds = {self.lr_schedule, self.server_lr_schedule}
+        fading = {"step", "exponential"}
+        is_used = {
+            "lr_decay": self.lr_schedule in fading,
+            "server_lr_decay": self.server_lr_schedule in fading,
+            "lr_step": "step" in kinds,
+            "lr_final": bool(kinds & {"cosine", "linear"}),
+            "lr_rounds": bool(kinds & {"cosine", "linear"}),
+        }
+        known = settings.settings(Experiment)
+        return [
+            name
+            for name, used in is_used.items()
+            if not used and getattr(self, name) != known[name].default
+        ]
+
     def _privacy_faults(self) -> Iterator[str]:
         """Check for what a client would reveal besides its clipped and noisy payload."""
         if self.algorithm.uplink != "sum":
@@ -481,6 +596,16 @@ class Experiment:
                     "the others."
                 )
         return device_types, faults
+
+
+def _unknown_model(name: str) -> str:
+    """Describe an unknown network."""
+    if ".py:" in name:
+        return (
+            f"model '{name}' is code, which only a command line names: --model {name}. From "
+            "Python pass the class, fedcog.run(..., model=YourNetwork)."
+        )
+    return settings.unknown_name("model", name, ["auto", *MODELS, *LIBRARY_NAMES])
 
 
 def free_settings() -> set[str]:

@@ -1,4 +1,4 @@
-"""The user's own code: algorithms named on the command line as FILE.py:Class, and their source."""
+"""The user's own code: what a command line names as FILE.py:Name, and its source."""
 
 import contextlib
 import inspect
@@ -12,7 +12,7 @@ from torch import nn
 from fedcog.algorithms import ALGORITHMS, Algorithm
 from fedcog.core import settings
 from fedcog.core.settings import ConfigError
-from fedcog.core.user_modules import load_file
+from fedcog.data.sources.named_code import NamedCode, find_code, load_file
 from fedcog.models.initialization import Network
 from fedcog.runs.config.experiment import Experiment
 
@@ -92,6 +92,48 @@ def load_algorithm(path: Path, name: str) -> type[Algorithm]:
     return cls
 
 
+def load_network(text: str) -> NamedCode:
+    """Load a class or function that builds a network from a Python file, which is executed.
+
+    Args:
+        text: A name such as "mine.py:Net", which the user wrote on the command line.
+
+    Returns:
+        What builds the network.
+
+    Raises:
+        ConfigError: If the file, the class or the function is missing.
+    """
+    code = find_code(text)
+    network = code.load()
+    if isinstance(network, nn.Module):
+        raise ConfigError(
+            [f"{text} is one network with its weights: name its class, or a function."]
+        )
+    is_class = inspect.isclass(network) and issubclass(network, nn.Module)
+    if not is_class and not inspect.isfunction(network):
+        raise ConfigError([f"{text} is no network: name a class of nn.Module, or a function."])
+    return code
+
+
+def load_function(text: str) -> NamedCode:
+    """Load a function that the user wrote on the command line, such as an augmentation.
+
+    Args:
+        text: FILE.py:NAME or MODULE:NAME.
+
+    Returns:
+        What is called.
+
+    Raises:
+        ConfigError: If it is missing, or cannot be called.
+    """
+    code = find_code(text)
+    if not callable(code.load()):
+        raise ConfigError([f"{text} is no function."])
+    return code
+
+
 def user_source(classes: Iterable[type]) -> str:
     """Return the source of classes and their bases, as far as it is the user's and available."""
     bases = dict.fromkeys(base for cls in classes for base in cls.__mro__)
@@ -127,6 +169,8 @@ def function_source(function: Callable[..., Any] | None) -> str:
     """
     if function is None:
         return ""
+    if isinstance(function, NamedCode):
+        function = function.load()
     try:
         return inspect.getsource(function)
     except (OSError, TypeError):

@@ -14,7 +14,7 @@ from fedcog.core.tasks import Metric, metric_of
 from fedcog.models.checks import copy_network
 from fedcog.models.initialization import Network, make_network
 from fedcog.models.tokens import accept_embeddings, takes_tokens
-from fedcog.models.zoo import MODELS, build
+from fedcog.models.zoo import build, is_network_name
 from fedcog.runs.config.composition import algorithm_name
 from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.records.checkpoint import Checkpoint
@@ -294,15 +294,16 @@ def _build_network(path: Path, experiment: Experiment, checkpoint: Checkpoint) -
         name = checkpoint.info["model"]
         shape = checkpoint.info["input_shape"]
         num_classes = checkpoint.info["classes"]
-        if name not in (*MODELS, "custom"):
+        if name != "custom" and not is_network_name(name):
             raise KeyError(name)
-    except (KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         raise RecordError(
             f"{path / 'checkpoint.safetensors'} names no network that is known here."
         ) from error
     if name == "custom":
         raise RecordError(
             f"the run in {path} trained your own network: pass it with "
-            f"fedcog.load({str(path)!r}, model=YourNetwork), or to fedcog.export."
+            f"fedcog.load({str(path)!r}, model=YourNetwork), or to fedcog.export; "
+            "on the command line, --model FILE.py:Name."
         )
     return build(name, tuple(shape), num_classes, experiment.seed)

@@ -90,7 +90,8 @@ def test_all_faults_are_reported_at_once() -> None:
         "unknown setting 'fedprox.nu'",
         "fedcog.source needs one of global+local, global, noise, nothing, not 'magic'.",
         "unknown data set 'cifar11': did you mean cifar10 or cifar100?",
-        "unknown model 'gpt': choose one of auto, cnn, cnn3, small, mlp, resnet18, resnet18-gn.",
+        "unknown model 'gpt': choose one of auto, cnn, cnn3, small, mlp, resnet18, resnet18-gn, "
+        "torchvision:NAME, timm:NAME.",
     ]
     for message in messages:
         assert any(message in fault for fault in faults), message

@@ -64,10 +64,12 @@ class UserCode(NamedTuple):
     Attributes:
         algorithms: Algorithm classes by name.
         objects: Objects by their field in `UserObjects`, such as "model".
+        data_functions: Functions that make the data set, as text; the last one counts.
     """
 
     algorithms: "UserClasses"
     objects: dict[str, Any]
+    data_functions: list[str]
 
 
 def load_user_code(words: Sequence[str]) -> tuple[list[str], UserCode]:
@@ -85,7 +87,7 @@ def load_user_code(words: Sequence[str]) -> tuple[list[str], UserCode]:
         ConfigError: If code cannot be loaded, or two algorithms have the same name.
     """
     plain: list[str] = []
-    code = UserCode({}, {})
+    code = UserCode({}, {}, [])
     last_flag = ""
     for word in words:
         flag, equals, text = word.partition("=")
@@ -102,6 +104,16 @@ def load_user_code(words: Sequence[str]) -> tuple[list[str], UserCode]:
 
             code.objects["model"] = load_network(text)
             text = CUSTOM
+        elif text and last_flag == "--augmentation":
+            from fedcog.runs.config.user_code import load_function
+
+            code.objects["augmentation"] = load_function(text)
+        elif last_flag == "--dataset" and ":" in text:
+            from fedcog.data.sources.locations import location_kind
+
+            if location_kind(text) == "code":
+                code.data_functions.append(text)
+                text = CUSTOM
         plain.append(f"{flag}{equals}{text}")
     return plain, code
 

@@ -37,11 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _print_completion(options.shell)
     from fedcog.algorithms import ALGORITHMS  # imports torch
     from fedcog.cli.execution import COMMANDS, errors_explained
+    from fedcog.data import load_dataset
     from fedcog.runs.setup import UserObjects
 
     options.known = ALGORITHMS | code.algorithms
-    options.user_objects = UserObjects(**code.objects)
+    options.data_function = (code.data_functions or [""])[-1]
     with errors_explained() as outcome:
+        data = load_dataset(options.data_function) if options.data_function else None
+        options.user_objects = UserObjects(**code.objects, data=data)
         outcome.exit_code = COMMANDS[options.command](options, rest)
     return outcome.exit_code
 

@@ -56,6 +56,7 @@ def build_parser(user_classes: Mapping[str, Any] | None = None) -> argparse.Argu
 def _add_run(commands: Any, schema: Schema, known: Mapping[str, Setting]) -> None:
     run = _command(commands, "run", "run one experiment, or continue one", "[FILE.toml]")
     run.add_argument("--resume", metavar="DIR", help="continue the run in DIR")
+    _add_augmentation(run)
     run.add_argument(
         "--out", metavar="DIR", help="run directory (default: runs/DATASET-ALGORITHM-SEED)"
     )
@@ -74,6 +75,7 @@ def _add_compare(commands: Any, schema: Schema, known: Mapping[str, Setting]) ->
     compare.add_argument(
         "--out", metavar="DIR", help="folder of the runs (default: runs/compare-DATASET)"
     )
+    _add_augmentation(compare)
     _add_track(compare, schema)
     add_experiment_flags(compare, known, refused=("--algorithm", "--fedcog", "--seed"))
 
@@ -86,6 +88,7 @@ def _add_sweep(commands: Any, schema: Schema, known: Mapping[str, Setting]) -> N
         "[FILE.toml]",
     )
     _add_algorithms(sweep)
+    _add_augmentation(sweep)
     sweep.add_argument(
         "--space",
         metavar="SPACE.toml",
@@ -402,6 +405,14 @@ def _add_completion(commands: Any) -> None:
 def _add_algorithms(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--algorithms", nargs="+", metavar="NAME", help="such as: fedavg fedprox fedprox+fedcog"
+    )
+
+
+def _add_augmentation(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--augmentation",
+        metavar="CODE",
+        help="your function that augments training examples: FILE.py:Name or MODULE:Name",
     )
 
 

@@ -383,7 +383,8 @@ class Model:
         model = self.vmappable
         like = next(iter(self.params.values()))
         x = torch.linspace(-1, 1, 4, dtype=like.dtype, device=like.device)[:batch_size]
-        x = x.reshape(-1, *[1] * len(self.input_shape)).expand(-1, *self.input_shape)
+        shape = self.continuous_shape
+        x = x.reshape(-1, *[1] * len(shape)).expand(-1, *shape)
         weights = self.params | self.buffers
         key = trial_key(like.device)
 

@@ -3,14 +3,19 @@
 import functools
 import json
 import sys
+import tempfile
 import uuid
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from fedcog.core.settings import ConfigError
 from fedcog.core.tree import State
+from fedcog.data.client_batches import Augmentation
+from fedcog.data.sources.dataset_file import open_dataset, save_dataset
 from fedcog.data.sources.locations import location_kind
 from fedcog.federation import secure_aggregation
 from fedcog.models.initialization import Network
@@ -41,11 +46,6 @@ def check_flower(experiment: Experiment) -> None:
         ConfigError: If it cannot; it lists all problems at once.
     """
     faults = node_faults(experiment)
-    generator = experiment.algorithm.generator_config.kind
-    if "custom" in (experiment.dataset, generator):
-        faults.append(
-            "Flower nodes do not receive your own data or generators yet: set --backend simulator."
-        )
     for name, layer in named_layers(experiment.algorithm):
         if not type(layer).__module__.startswith("fedcog."):
             faults.append(
@@ -176,8 +176,9 @@ def run_on_flower(runner: "Runner") -> Run:
                 outcomes.append(error)
 
     settings = json.dumps(experiment.to_dict())
-    objects = NodeObjects(uuid.uuid4().hex, runner.objects.model)
-    flower_server.simulate(serve, setup, functools.partial(set_up_node, settings, objects))
+    with tempfile.TemporaryDirectory(prefix="fedcog-") as folder:
+        objects = _node_objects(runner, Path(folder))
+        flower_server.simulate(serve, setup, functools.partial(set_up_node, settings, objects))
     if not outcomes:
         raise RuntimeError(
             "Flower's simulation engine ended before the run did: its log has more information."
@@ -219,10 +220,29 @@ class NodeObjects:
     Attributes:
         run_id: Names the run, so that equal objects of a run are recognized.
         model: The network: an instance, or a class or function that builds it.
+        generator: The generator network.
+        augmentation: Changes the training examples of every batch.
+        data_file: A file with the data set; empty if it has a name that is known everywhere.
     """
 
     run_id: str
     model: Network | None = field(default=None, compare=False)
+    generator: nn.Module | None = field(default=None, compare=False)
+    augmentation: Augmentation | None = field(default=None, compare=False)
+    data_file: str = ""
+
+
+def _node_objects(runner: "Runner", folder: Path) -> NodeObjects:
+    """Collect what nodes need of the user's objects, with the data set as a file in a folder."""
+    objects = runner.objects
+    data_file = ""
+    if location_kind(runner.experiment.dataset) != "name":
+        assert objects.preloaded is not None
+        data_file = str(folder / "data.npz")
+        save_dataset(objects.preloaded, Path(data_file))
+    return NodeObjects(
+        uuid.uuid4().hex, objects.model, objects.generator, objects.augmentation, data_file
+    )
 
 
 @functools.lru_cache(maxsize=1)
@@ -241,5 +261,11 @@ def set_up_node(settings: str, objects: NodeObjects) -> "NodeSetup":
     torch.set_num_threads(1)
     experiment = read_experiment(json.loads(settings))
     experiment = replace(experiment, mapping="loop", workers=1, threads=1)
-    setup = ExperimentSetup(experiment, UserObjects(model=objects.model))
+    user_objects = UserObjects(
+        model=objects.model,
+        generator=objects.generator,
+        augmentation=objects.augmentation,
+        preloaded=open_dataset(Path(objects.data_file)) if objects.data_file else None,
+    )
+    setup = ExperimentSetup(experiment, user_objects)
     return NodeSetup(setup.simulator, experiment.algorithm, secure_scale(experiment))

@@ -728,7 +728,7 @@ def missing_objects(experiment: Experiment, objects: UserObjects) -> list[str]:
     faults = []
     if objects.data is None and objects.preloaded is None and experiment.dataset == "custom":
         faults.append(
-            "this run uses your own data: name what makes them, --dataset FILE.py:NAME, or "
+            "this run uses your own data: name what makes them, --dataset FILE.py:Name, or "
             "continue it from Python with fedcog.run(..., data=..., resume=True)."
         )
     if objects.model is None and experiment.model == "custom":

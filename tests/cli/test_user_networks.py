@@ -119,10 +119,10 @@ def test_compare_and_sweep_start_from_each_seed(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("net.py:Other", "net.py has no network called 'Other': it defines Net, make"),
+        ("net.py:Other", "net.py has nothing called 'Other': it defines Net, make"),
         ("net.py:given", "one network with its weights: name its class, or a function"),
-        ("net.py:nn", "has no network called 'nn'"),
-        ("nowhere.py:Net", "there is no file nowhere.py: write FILE.py:Name"),
+        ("net.py:nn", "is no network: name a class of nn.Module, or a function"),
+        ("nowhere.py:Net", "nowhere.py: write FILE.py:Name"),
     ],
 )
 def test_faults_name_the_remedy(

@@ -30,7 +30,22 @@ def command_text(options: argparse.Namespace) -> str:
 def object_keywords(options: argparse.Namespace) -> ObjectKeywords:
     """Return the objects that the command line names, as arguments of `fedcog.run`."""
     objects = options.user_objects
-    return {"data": objects.data, "model": objects.model, "generator": objects.generator}
+    return {
+        "data": objects.data,
+        "model": objects.model,
+        "generator": objects.generator,
+        "augmentation": objects.augmentation,
+    }
+
+
+def code_flags(options: argparse.Namespace) -> list[str]:
+    """Return the flags that name code, which a command that resumes must repeat."""
+    values = {
+        "--dataset": options.data_function,
+        "--model": options.user_objects.model,
+        "--augmentation": options.user_objects.augmentation,
+    }
+    return [word for flag, value in values.items() if value for word in (flag, str(value))]
 
 
 def ready_experiment(

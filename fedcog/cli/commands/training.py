@@ -12,6 +12,7 @@ import fedcog
 from fedcog.api import run_planned_sweep
 from fedcog.cli import flags, output
 from fedcog.cli.commands.common import (
+    code_flags,
     command_text,
     explains_continuation,
     not_ready_faults,
@@ -67,9 +68,8 @@ def run_command(options: argparse.Namespace, rest: list[str]) -> int:
             fedcog.run(experiment, out, report=False, **object_keywords(options))
         return 0
     track_flags = [word for name in trackers for word in ("--track", name)]
-    model = options.user_objects.model
-    code_flags = [] if model is None else ["--model", str(model)]
-    resume_command = shlex.join(["fedcog", "run", "--resume", str(out), *code_flags, *track_flags])
+    further_flags = [*code_flags(options), *track_flags]
+    resume_command = shlex.join(["fedcog", "run", "--resume", str(out), *further_flags])
     num_done = RunDirectory(out).checkpoint_round()
     with CommandProgress(experiment.rounds, num_done, options.style) as progress:
         output.print_experiment(experiment, out, options.style)

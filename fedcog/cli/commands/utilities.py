@@ -17,11 +17,11 @@ from fedcog.runs.config.experiment import read_experiment
 from fedcog.runs.experiment_data import (
     apply_shifts,
     client_names,
-    read_dataset,
     resolve_clients,
     split_dataset,
 )
 from fedcog.runs.records.run_directory import write_file
+from fedcog.runs.setup import load_data
 from fedcog.studies.catalog import markdown, settings_markdown
 
 
@@ -66,7 +66,7 @@ def partition_command(options: argparse.Namespace, rest: list[str]) -> int:
             f"--figure draws an SVG: choose a name that ends in .svg, not {options.figure}."
         )
     experiment = ready_experiment(values, faults, options.known)
-    dataset = read_dataset(experiment)
+    dataset = load_data(experiment, options.user_objects)
     experiment = resolve_clients(experiment, dataset)
     indices = split_dataset(experiment, dataset)
     names = client_names(experiment, dataset, indices)
@@ -98,6 +98,11 @@ def deploy_command(options: argparse.Namespace, rest: list[str]) -> int:
         The exit code.
     """
     values, faults = flags.read_values(options, rest)
+    if options.data_function:
+        faults.append(
+            "deploy init copies no code: nodes name the function that makes their data when they "
+            "start; give --classes, and remove --dataset."
+        )
     if options.user_objects.model is not None:
         faults.append(
             "deploy init copies no code: give your network in federation.py of the new folder, "

@@ -1,4 +1,4 @@
-"""Python code that the user names on the command line, as FILE.py:NAME or MODULE:NAME.
+"""Python code that the user names on the command line, as FILE.py:Name or MODULE:Name.
 
 Only the command line and `fedcog.load_dataset` load it: no settings file, run directory or message
 names code to run.
@@ -17,7 +17,7 @@ from typing import Any
 from fedcog.core.settings import ConfigError
 
 PATTERN = re.compile(r"(?P<place>.+\.py|[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)")
-"""FILE.py:NAME or MODULE:NAME."""
+"""FILE.py:Name or MODULE:Name."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class NamedCode:
 
 
 def names_code(text: str) -> bool:
-    """Return whether a text has the form FILE.py:NAME or MODULE:NAME."""
+    """Return whether a text has the form FILE.py:Name or MODULE:Name."""
     return PATTERN.fullmatch(text) is not None
 
 
@@ -74,7 +74,7 @@ def find_code(text: str) -> NamedCode:
     """Load what a text names, and return a reference to it.
 
     Args:
-        text: FILE.py:NAME or MODULE:NAME, as the user typed it.
+        text: FILE.py:Name or MODULE:Name, as the user typed it.
 
     Returns:
         The reference, with an absolute path.
@@ -84,7 +84,7 @@ def find_code(text: str) -> NamedCode:
     """
     match = PATTERN.fullmatch(text)
     if match is None:
-        raise ConfigError([f"'{text}' names no code: write FILE.py:NAME or MODULE:NAME."])
+        raise ConfigError([f"'{text}' names no code: write FILE.py:Name or MODULE:Name."])
     place = match["place"]
     if place.endswith(".py"):
         place = str(Path(place).expanduser().resolve())
@@ -110,7 +110,7 @@ def load_file(path: Path) -> ModuleType:
         return sys.modules[module_name]
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise ConfigError([f"there is no file {path}: write FILE.py:NAME."])
+        raise ConfigError([f"there is no file {path}: write FILE.py:Name."])
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # dataclasses look their module up
     folder = str(path.resolve().parent)

@@ -120,7 +120,7 @@ def load_function(text: str) -> NamedCode:
     """Load a function that the user wrote on the command line, such as an augmentation.
 
     Args:
-        text: FILE.py:NAME or MODULE:NAME.
+        text: FILE.py:Name or MODULE:Name.
 
     Returns:
         What is called.

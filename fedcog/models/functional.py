@@ -112,6 +112,7 @@ class Model:
         self._has_attention = any(
             isinstance(layer, nn.MultiheadAttention) for layer in module.modules()
         )
+        self._has_recurrence = any(isinstance(layer, nn.RNNBase) for layer in module.modules())
         # Tensors are sorted by name and contiguous, as files and messages return them. Otherwise,
         # sums over a model could differ in the last bit after a resume.
         self.params: Params = {
@@ -349,6 +350,9 @@ class Model:
             if self._is_vmappable and self._has_attention:
                 # vmap maps torch's fused kernels one model at a time.
                 around.enter_context(sdpa_kernel(SDPBackend.MATH))
+            if self._has_recurrence and x.is_cuda:
+                # cuDNN's layers have no gradient in evaluation mode, and no rule for vmap.
+                around.enter_context(torch.backends.cudnn.flags(enabled=False))
             if dropout is not None and self.uses_dropout:
                 around.enter_context(KeyedDropout(dropout, is_mapped=self._is_vmappable))
             if self._autocast_dtype is not None:

@@ -30,7 +30,7 @@ from fedcog.federation.server import Server
 from fedcog.models import generators
 from fedcog.testing import ToyFederation, max_difference, random_multi_label, random_tokens
 from tests.support.engine_doubles import TracedGraphCache
-from tests.support.user_models import USER_MODELS, Tokens, jitter, user_generator
+from tests.support.user_models import USER_MODELS, Recurrent, Tokens, jitter, user_generator
 
 pytestmark = pytest.mark.compiler
 
@@ -58,6 +58,7 @@ CASES: dict[str, tuple[Algorithm, dict[str, Any]]] = {
     "dropout": (FEDCOG, {"module": USER_MODELS["dropout"]()}),
     "tokens": (FEDCOG, {"module": Tokens, "dataset": random_tokens()}),
     "augmentation": (FEDCOG, {"augmentation": jitter}),
+    "recurrent": (FEDCOG, {"module": Recurrent}),
     "several labels": (
         dataclasses.replace(FEDCOG, inner=MOON()),
         {"dataset": random_multi_label()},

@@ -114,6 +114,19 @@ class Dropouts(nn.Module):
         return logits
 
 
+class Recurrent(nn.Module):
+    """A two-layer LSTM over the rows of an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.LSTM(8, 6, num_layers=2, batch_first=True)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.rows(x[:, 0])[0][:, -1])
+        return logits
+
+
 class Tokens(nn.Module):
     """A network on tokens below 12, with dropout on embeddings and BatchNorm."""
 

@@ -162,6 +162,8 @@ class KeyedRandom:
             )
             drawn = rng.philox((low, high ^ call), (index, step, round, client_id))
             return torch.stack(drawn, dim=-1)
+        # Torch's compiler would multiply a plain arange by Philox's constants in 32 bits.
+        index = index + (key.step - key.step)
         # Tensors as keys: stacked runs differ in seed.
         words = (key.seed_words[0], key.seed_words[1] ^ call)
         parts = rng.philox_rounds(words, index, key.step, key.round, key.client_id)

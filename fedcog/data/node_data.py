@@ -69,7 +69,7 @@ def read(location: str, classes: Sequence[str]) -> Dataset:
 
 
 def without_examples(shape: str, classes: Sequence[str]) -> Dataset:
-    """Make the data set of a server that has no examples: one blank input, which nobody uses.
+    """Make the data set of a server that has no examples: one blank input, which is not used.
 
     Args:
         shape: Shape of one input, such as "3x32x32" for images or "12" for vectors.

@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from fedcog.federation.flower_messages import (  # first: it configures Flower before its import
     BROADCAST_RECORD,
@@ -76,6 +76,20 @@ NO_REPLY = "it did not answer in time."
 
 Messages = dict[str, Any]
 """Records of a message by name."""
+
+
+class MaskedSum(NamedTuple):
+    """What secure aggregation reveals.
+
+    Attributes:
+        total: Sum of the nodes' vectors.
+        client_ids: The clients in the sum.
+        refused: Why others are not, by client.
+    """
+
+    total: Any
+    client_ids: list[int]
+    refused: dict[int, str]
 
 
 class FlowerBackend:
@@ -295,6 +309,20 @@ class FlowerBackend:
         task = self._setup.simulator.cohort.task
         template = masked_counts(self._evaluation_template(), task)
         meter = TrafficMeter(self._grid)
+        masked = self._add_masked(content, nodes, round, template, meter)
+        like = tree.apply(torch.Tensor.double, template)
+        total, _ = secure_aggregation.from_vector(masked.total, like, COUNT_BOUNDS, 1.0)
+        return summed_evaluation(total, masked.client_ids), masked.refused
+
+    def _add_masked(
+        self,
+        content: Messages,
+        nodes: dict[int, int],
+        round: int,
+        template: State,
+        meter: TrafficMeter,
+    ) -> MaskedSum:
+        """Add up what nodes answer by SecAgg+; raise NoAnswer if too few stay until its end."""
         protocol = SecAggRound(len(nodes), content, self._timeout)
         heard, mean = protocol.run(cast(Grid, meter), self._context, round, nodes.values())
         refused = {
@@ -304,13 +332,12 @@ class FlowerBackend:
         }
         if mean is None or len(mean) != secure_aggregation.vector_size(template):
             raise NoAnswer(
-                f"secure aggregation failed: of {len(nodes)} clients {protocol.threshold} must "
-                f"stay until its end. {_listed(refused)}"
+                f"secure aggregation failed in round {round + 1}: of {len(nodes)} clients "
+                f"{protocol.threshold} must stay until its end. {_listed(refused)}"
             )
-        like = tree.apply(torch.Tensor.double, template)
-        total, _ = secure_aggregation.from_vector(mean * len(heard), like, COUNT_BOUNDS, 1.0)
         client_of = {node: client_id for client_id, node in nodes.items()}
-        return summed_evaluation(total, sorted(client_of[node] for node in heard)), refused
+        client_ids = sorted(client_of[node] for node in heard)
+        return MaskedSum(mean * len(heard), client_ids, refused)
 
     def _request_content(self, request: RoundRequest) -> Messages:
         """Create the records that every node receives."""
@@ -387,32 +414,21 @@ class FlowerBackend:
         simulator = self._setup.simulator
         algorithm = request.algorithm
         template = simulator.answer_template(algorithm, request.broadcast)["total"]
-        protocol = SecAggRound(len(nodes), self._request_content(request), self._timeout)
-        heard, mean = protocol.run(cast(Grid, meter), self._context, request.round, nodes.values())
-        refused = {
-            client_id: meter.failures.get(node, NO_REPLY)
-            for client_id, node in nodes.items()
-            if node not in heard
-        }
-        if mean is None or len(mean) != secure_aggregation.vector_size(template):
-            raise NoAnswer(
-                f"secure aggregation failed in round {request.round + 1}: of {len(nodes)} clients "
-                f"{protocol.threshold} must stay until its end. {_listed(refused)}"
-            )
+        content = self._request_content(request)
+        masked = self._add_masked(content, nodes, request.round, template, meter)
         total, loss = secure_aggregation.from_vector(
-            mean * len(heard), template, algorithm.payload_bounds, self._setup.secure_scale
+            masked.total, template, algorithm.payload_bounds, self._setup.secure_scale
         )
         mean_loss = math.nan
         if simulator.cohort.privacy is None:
             mean_loss = loss / float(total["weight"])
-        client_of = {node: client_id for client_id, node in nodes.items()}
         return RoundResult(
-            client_ids=sorted(client_of[node] for node in heard),
+            client_ids=masked.client_ids,
             total=tree.to(total, simulator.cohort.data.device),
             findings=None,
             timings=Timings(),
             mean_loss=mean_loss,
-            refused=refused,
+            refused=masked.refused,
         )
 
     def _connected_nodes(self, client_ids: list[int]) -> dict[int, int]:

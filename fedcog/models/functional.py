@@ -14,6 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from fedcog.core.tree import Params
 from fedcog.models.checks import (
+    CheckedNetwork,
     ModelError,
     check_trainable,
     check_usable,
@@ -94,12 +95,7 @@ class Model:
         if takes_tokens(module):
             accept_embeddings(module)
         trial_size = min(batch_size, 4)
-        if trained:
-            checked = check_trainable(module, self.continuous_shape, num_classes, trial_size)
-            if takes_tokens(module) and embeds_with_dropout(module, input_shape, trial_size):
-                checked = checked._replace(uses_dropout=True)
-        else:
-            checked = check_usable(module, self.continuous_shape, num_classes)
+        checked = _checked(module, input_shape, num_classes, trial_size if trained else 0)
         self.head = checked.head
         self.input_shape = tuple(input_shape)
         self.num_classes = num_classes
@@ -474,6 +470,19 @@ class Model:
         other.params = {name: value.to(device, dtype) for name, value in self.params.items()}
         other.buffers = {name: value.to(device, dtype) for name, value in self.buffers.items()}
         return other
+
+
+def _checked(
+    module: nn.Module, input_shape: tuple[int, ...], num_classes: int, trial_size: int
+) -> CheckedNetwork:
+    """Check a network for training with batches of `trial_size`, or for evaluation if it is 0."""
+    shape = continuous_shape(module, input_shape)
+    if not trial_size:
+        return check_usable(module, shape, num_classes)
+    checked = check_trainable(module, shape, num_classes, trial_size)
+    if takes_tokens(module) and embeds_with_dropout(module, input_shape, trial_size):
+        return checked._replace(uses_dropout=True)
+    return checked
 
 
 def _remove_batch_counters(module: nn.Module) -> None:

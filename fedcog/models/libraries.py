@@ -302,7 +302,8 @@ def _import_torchvision() -> None:
             raise
         for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
             del sys.modules[name]
-        declarations = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+        fragment = torch.library.Library
+        declarations = fragment("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
         for operator in _OPERATOR_SCHEMAS:
             schema = f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
             declarations.define(schema)  # type: ignore[no-untyped-call]

@@ -189,7 +189,12 @@ class Runner:
     def result(self) -> Run:
         """Return the finished run."""
         self._end = "finished"
-        return Run(self.directory.path, self.experiment, self.directory.lines())
+        return Run(
+            self.directory.path,
+            self.experiment,
+            self.directory.lines(),
+            user_objects=self.directory.user_objects(),
+        )
 
     def _open(self, stack: contextlib.ExitStack) -> None:
         """Set the experiment up, restore the last checkpoint, and open the trackers."""
@@ -209,15 +214,24 @@ class Runner:
         stack.callback(self.setup.simulator.cohort.close)
         if note := self.setup.input_note:
             warnings.warn(f"{self.setup.model_name}: {note}.", InputNote, stacklevel=2)
-        self.round = self._restore() if exists else 0
         recorded = directory.provenance()
+        has_augmentation = "augmentation" in directory.user_objects()
+        if has_augmentation and self.objects.augmentation is None:
+            raise RecordError(
+                f"the run in {directory.path} uses an augmentation of your own: name it again, "
+                "--augmentation FILE.py:Name, or pass it with fedcog.run(..., augmentation=...)."
+            )
+        self.round = self._restore() if exists else 0
         is_new_start = self._start_from is not None and not self.round
         if "after" in recorded and not self.round and self._start_from is None:
             raise RecordError(
                 f"the run in {directory.path} continues another run, and only the command that "
                 "started it can continue it."
             )
-        recorded = recorded or provenance(self._options.command, self.setup.device)
+        if not recorded:
+            recorded = provenance(self._options.command, self.setup.device)
+            if objects := self.setup.user_object_names:
+                recorded |= {"objects": objects}
         if is_new_start:
             assert self._start_from is not None
             start = RunDirectory(self._start_from)

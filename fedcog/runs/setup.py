@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import importlib.util
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -126,6 +127,7 @@ class ExperimentSetup:
         model: The network.
         task: What a label means.
         privacy: Differential privacy of what clients send.
+        user_object_names: Names of the user's own data, network and augmentation, with digests.
         simulator: Trains clients here; other backends use it too.
         scorer: Evaluates models.
         schedule: When things happen.
@@ -290,6 +292,7 @@ class ExperimentSetup:
         if objects.augmentation is not None:
             check_augmentation(objects.augmentation, self.data)
         self._augmentation = objects.augmentation
+        self.user_object_names = _object_names(objects)
         self._check_evaluation(remote)
 
     def _load_data(self, objects: UserObjects) -> Dataset:
@@ -340,7 +343,8 @@ class ExperimentSetup:
             raise ConfigError(
                 [
                     "no client has enough examples to hold one out for testing: raise "
-                    f"--local-test above {experiment.local_test:g}."
+                    f"--local-test above {experiment.local_test:g}; a client with one example "
+                    "keeps it for training."
                 ]
             )
         if tests is None and not len(self.data.test_y):
@@ -694,6 +698,23 @@ def check_seeds(model: Network | None, seeds: Iterable[int]) -> None:
                 f"model={name} or model=lambda: {name}(...), which starts from each seed."
             ]
         )
+
+
+def _object_names(objects: UserObjects) -> dict[str, str]:
+    """Name the user's own objects, with the first digits of a digest that tells them apart."""
+    names: dict[str, str] = {}
+    if objects.data is not None:
+        names["data"] = f"{objects.data.name}-{objects.data.fingerprint[:4]}"
+    described = {
+        "network": (objects.model, describe_network(objects.model)),
+        "augmentation": (objects.augmentation, function_source(objects.augmentation)),
+    }
+    for role, (thing, text) in described.items():
+        if thing is not None:
+            digest = hashlib.sha256(text.encode()).hexdigest()[:4]
+            name = re.sub(r"\W", "", getattr(thing, "__name__", type(thing).__name__))
+            names[role] = f"{name}-{digest}"
+    return names
 
 
 def check_objects(experiment: Experiment, objects: UserObjects) -> None:

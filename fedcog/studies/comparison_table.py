@@ -18,7 +18,7 @@ from fedcog.runs.records.metric_series import (
     with_values,
 )
 from fedcog.runs.records.recorded_run import Run
-from fedcog.runs.records.summary import Spread, differing, result_settings, settings_label, spread
+from fedcog.runs.records.summary import Spread, differing, run_settings, settings_label, spread
 from fedcog.studies.tables import Table, latex_table, markdown_table
 
 TableFormat = Literal["latex", "markdown", "csv"]
@@ -128,7 +128,7 @@ def table(
     """
     if format not in get_args(TableFormat):
         raise ConfigError([unknown_name("format", str(format), get_args(TableFormat))])
-    chosen = with_values(as_runs(runs), metric)
+    chosen = _finished(with_values(as_runs(runs), metric))
     for warning in _warnings(chosen):
         warnings.warn(warning, stacklevel=2)
     comparison = compare_runs(chosen, metric, best, baseline)
@@ -220,7 +220,7 @@ def _members(runs: Sequence[Run]) -> dict[tuple[str, str], list[Run]]:
     places = [
         f"{short_name(run.experiment.dataset)}, {run.experiment.partition_rule}" for run in runs
     ]
-    settings = [result_settings(run.experiment) for run in runs]
+    settings = [run_settings(run) for run in runs]
     names = set[str]()
     for place in dict.fromkeys(places):
         own = [table for table, other in zip(settings, places, strict=True) if other == place]
@@ -243,13 +243,23 @@ def _baseline(methods: Sequence[str], name: str) -> str:
     return (found or methods)[0]
 
 
+def _finished(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs without unfinished ones, unless all are; warn of these."""
+    unfinished = [
+        run for run in runs if len(run.lines) < run.experiment.rounds and not run.diverged
+    ]
+    is_left_out = len(unfinished) < len(runs)
+    for run in unfinished:
+        progress = f"{len(run.lines)} of {run.experiment.rounds} rounds"
+        consequence = " It is left out." if is_left_out else ""
+        text = f"{run.path} is not finished: {progress}.{consequence}"
+        warnings.warn(text, stacklevel=3)
+    return [run for run in runs if run not in unfinished] if is_left_out else list(runs)
+
+
 def _warnings(runs: Sequence[Run]) -> list[str]:
-    """Return what to know about the runs: unfinished ones, and repeated seeds."""
+    """Return what to know about the runs: repeated seeds."""
     found = []
-    for run in runs:
-        if len(run.lines) < run.experiment.rounds and not run.diverged:
-            progress = f"{len(run.lines)} of {run.experiment.rounds} rounds"
-            found.append(f"{run.path} is not finished: {progress}.")
     for key, own in _members(runs).items():
         seeds = [run.experiment.seed for run in own]
         repeated = dict.fromkeys(seed for seed in seeds if seeds.count(seed) > 1)

@@ -58,6 +58,17 @@ def test_one_instance_for_several_seeds_is_refused_with_the_remedy(tmp_path: Pat
     fedcog.compare([TINY], [0], tmp_path / "one", model=Net())
 
 
+def test_runs_of_other_networks_are_other_groups(tmp_path: Path) -> None:
+    class Other(Net):
+        """The same layers under another name."""
+
+    for name, model in {"a": Net, "b": Other}.items():
+        fedcog.run(TINY, tmp_path / name, model=model, report=False)
+    groups = fedcog.group(fedcog.read_all(tmp_path))
+    assert [len(each.runs) for each in groups] == [1, 1]
+    assert "network Net-" in groups[0].label and "network Other-" in groups[1].label
+
+
 def test_record_says_where_initial_weights_come_from(tmp_path: Path) -> None:
     for name, model in {"seed": Net, "given": Net()}.items():
         run = fedcog.run(TINY, tmp_path / name, model=model, report=False)

@@ -13,6 +13,7 @@ import pytest
 import fedcog
 from fedcog import ConfigError, Experiment, FedAvg, FedProx, RecordError, Run
 from fedcog.cli.main import main
+from fedcog.runs.records.metric_series import is_cost
 from fedcog.runs.records.run_directory import RunDirectory
 from fedcog.studies.comparison_table import table_format
 
@@ -109,6 +110,20 @@ def test_less_of_a_loss_is_better_and_no_percentage() -> None:
     assert rows["fedprox"][0] == f"**{text}**"
     best = cells(fedcog.table(two_methods(), metric="loss", best=True))["fedavg"][0]
     assert best.startswith(f"{statistics.fmean(1 - max(one) for one in FEDAVG.values()):.4g} ±")
+
+
+@pytest.mark.parametrize(
+    ("metric", "is_less_better"),
+    [
+        ("loss", True),
+        ("local_test/accuracy_deviation", True),
+        ("metrics/ece", True),
+        ("metrics/piece_count", False),
+        ("local_test/accuracy_worst", False),
+    ],
+)
+def test_direction_of_a_metric_is_found_by_whole_words(metric: str, is_less_better: bool) -> None:
+    assert is_cost(metric) == is_less_better
 
 
 def test_metrics_of_evaluations_have_keys_as_trackers_have_them() -> None:
@@ -241,3 +256,30 @@ def test_damaged_run_is_skipped_with_exit_code_2(
         assert len(fedcog.read_all("c")) == 5
     with pytest.raises(RecordError, match="there is no run"):
         fedcog.read_all(tmp_path / "c" / "fedprox" / "nothing")
+
+
+def test_unfinished_runs_are_left_out_with_a_warning() -> None:
+    runs = two_methods()
+    cut = dataclasses.replace(runs[-1], lines=runs[-1].lines[:1])
+    with pytest.warns(UserWarning, match=r"is not finished: 1 of \d rounds\. It is left out"):
+        partial = fedcog.table([*runs[:-1], cut])
+    assert partial == fedcog.table(runs[:-1])
+    with pytest.warns(UserWarning, match=r"is not finished: 1 of \d rounds\.$"):
+        assert "fedavg" in fedcog.table([cut])
+
+
+def test_runs_of_other_objects_are_other_rows() -> None:
+    plain = make_run([0.5])
+    augmented = dataclasses.replace(
+        plain, path=Path("augmented"), user_objects={"augmentation": "fade-12ab"}
+    )
+    rows = cells(fedcog.table([plain, augmented]))
+    assert {"fedavg (augmentation none)", "fedavg (augmentation fade-12ab)"} <= rows.keys()
+    assert [len(each.runs) for each in fedcog.group([plain, augmented])] == [1, 1]
+
+
+def test_scores_on_clients_tests_are_named() -> None:
+    run = make_run([0.5])
+    lines = [line | {"evaluated_on": "clients"} for line in run.lines]
+    page = fedcog.table([dataclasses.replace(run, lines=lines)])
+    assert "Values are accuracy on the clients' own test examples in %" in page

@@ -8,7 +8,7 @@ from fedcog.core.settings import ConfigError
 from fedcog.data.sources.locations import short_name
 from fedcog.runs.config.composition import algorithm_name
 from fedcog.runs.records.recorded_run import Run, read_all
-from fedcog.runs.records.summary import differing, group, result_settings
+from fedcog.runs.records.summary import differing, group, run_settings
 from fedcog.runs.tracking.values import round_metrics
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def frame(runs: Runs) -> "DataFrame":
     except ImportError:
         raise ConfigError(["a frame needs pandas: pip install 'fedcog[pandas]'."]) from None
     chosen = as_runs(runs)
-    settings = [result_settings(run.experiment) for run in chosen]
+    settings = [run_settings(run) for run in chosen]
     names = [name for name in differing(settings) if name not in COLUMNS]
     labels = {run.path: each.label for each in group(chosen) for run in each.runs}
     rows = []

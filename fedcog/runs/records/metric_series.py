@@ -1,5 +1,6 @@
 """One metric of a run over its rounds, by its key in the rounds' lines."""
 
+import re
 from collections.abc import Sequence
 
 from fedcog.core.settings import ConfigError, unknown_name
@@ -9,7 +10,19 @@ from fedcog.runs.tracking.values import round_metrics
 
 SCORE_WORDS = ("accuracy", "f1")
 """A key whose last part has one of these words, or is in `EXTRA_METRICS`, is a score."""
-COST_WORDS = ("loss", "ece", "error", "distance", "seconds", "bytes", "epsilon")
+COST_WORDS = {
+    "loss",
+    "ece",
+    "error",
+    "distance",
+    "deviation",
+    "seconds",
+    "bytes",
+    "epsilon",
+    "skipped",
+    "refused",
+    "forgot",
+}
 """Of a metric whose key has one of these words, less is better."""
 
 
@@ -70,7 +83,12 @@ def metric_label(runs: Sequence[Run], metric: str = "") -> str:
     if metric and metric not in METRIC_LABELS:
         return metric
     scored = [run for run in runs if run.scores]
-    return " or ".join(dict.fromkeys(f"test {METRIC_LABELS[run.metric]}" for run in scored))
+    names = []
+    for run in scored:
+        label = METRIC_LABELS[run.metric]
+        is_by_server = run.test_examples == "the test set"
+        names.append(f"test {label}" if is_by_server else f"{label} on {run.test_examples}")
+    return " or ".join(dict.fromkeys(names))
 
 
 def is_score(metric: str) -> bool:
@@ -81,4 +99,4 @@ def is_score(metric: str) -> bool:
 
 def is_cost(metric: str) -> bool:
     """Return whether less of a metric is better."""
-    return any(word in metric for word in COST_WORDS)
+    return not COST_WORDS.isdisjoint(re.split(r"[/_]", metric))

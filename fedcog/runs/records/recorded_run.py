@@ -2,7 +2,7 @@
 
 import dataclasses
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,12 +34,15 @@ class Run:
         experiment: The experiment.
         lines: One dict per round, as in `rounds.jsonl`.
         diverged: Why training stopped early; empty if it did not.
+        user_objects: Names of the user's own `data`, `network` and `augmentation`, each with a
+            digest, such as "Net-77ab"; settings do not describe them.
     """
 
     path: Path
     experiment: Experiment
     lines: list[dict[str, Any]]
     diverged: str = ""
+    user_objects: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __repr__(self) -> str:
         scores = f", last {self.last:.4f}, best {self.best:.4f}" if self.scores else ""
@@ -140,7 +143,13 @@ def read(path: str | Path) -> Run:
         RecordError: If there is no run, or its record is damaged.
     """
     directory = RunDirectory(path)
-    return Run(directory.path, directory.experiment(), directory.lines(), directory.failure())
+    return Run(
+        directory.path,
+        directory.experiment(),
+        directory.lines(),
+        directory.failure(),
+        directory.user_objects(),
+    )
 
 
 def read_all(folder: str | Path) -> list[Run]:

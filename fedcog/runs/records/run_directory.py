@@ -42,6 +42,8 @@ from fedcog.runs.records.files import (
 CHECKPOINT_FORMAT = 1
 CHECKPOINT_FILE = "checkpoint.safetensors"
 ROUNDS_FILE = "rounds.jsonl"
+OBJECT_NAMES = ("data", "network", "augmentation")
+"""What a user may pass in place of a name."""
 ARTIFACT_FOLDER = "exhibits"
 RUN_FILES = (
     "experiment.toml",
@@ -164,6 +166,19 @@ class RunDirectory:
     def provenance(self) -> dict[str, Any]:
         """Return command, versions and machine; empty if they are missing."""
         return self._read_json("provenance.json")
+
+    def user_objects(self) -> dict[str, str]:
+        """Return the names of the user's own objects; empty if there are none, or they are damaged.
+
+        They are texts to show and to compare. Nothing is ever loaded because of them.
+        """
+        try:
+            objects = self.provenance().get("objects")
+        except RecordError:
+            return {}
+        if not isinstance(objects, dict):
+            return {}
+        return {name: str(objects[name]) for name in OBJECT_NAMES if name in objects}
 
     def record_failure(self, reason: str) -> None:
         """Record why training stopped early."""

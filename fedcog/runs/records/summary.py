@@ -8,6 +8,7 @@ from fedcog.core.tasks import METRIC_LABELS, Metric
 from fedcog.runs.config.composition import algorithm_name
 from fedcog.runs.config.experiment import Experiment, free_settings
 from fedcog.runs.records.recorded_run import Run
+from fedcog.runs.records.run_directory import OBJECT_NAMES
 
 COLUMNS = (
     "algorithm",
@@ -147,13 +148,14 @@ def group(runs: Sequence[Run]) -> list[Group]:
         ```
     """
     unique = {run.path: run for run in runs}.values()
-    keyed = [(repr(_without_seed(run.experiment)), run) for run in unique]
+    keyed = [(repr(run_settings(run)), run) for run in unique]
     metrics = {key: run.metric for key, run in keyed if run.scores}
     members: dict[tuple[str, Metric], list[Run]] = {}
     for key, run in keyed:
         metric = run.metric if run.scores else metrics.get(key, run.metric)
         members.setdefault((key, metric), []).append(run)
-    names = labels([group_runs[0].experiment for group_runs in members.values()])
+    firsts = [own[0] for own in members.values()]
+    names = _labels([run.experiment for run in firsts], [run_settings(run) for run in firsts])
     if len({metric for _, metric in members}) > 1:
         names = [
             f"{name}, {METRIC_LABELS[metric]}"
@@ -164,7 +166,10 @@ def group(runs: Sequence[Run]) -> list[Group]:
 
 def labels(experiments: Sequence[Experiment]) -> list[str]:
     """Return labels: the algorithm's name, and the settings that differ between experiments."""
-    settings = [result_settings(experiment) for experiment in experiments]
+    return _labels(experiments, [result_settings(experiment) for experiment in experiments])
+
+
+def _labels(experiments: Sequence[Experiment], settings: Sequence[dict[str, Any]]) -> list[str]:
     varying = differing(settings)
     return [
         settings_label(experiment, own, varying)
@@ -193,6 +198,12 @@ def settings_label(
 def result_settings(experiment: Experiment) -> dict[str, Any]:
     """Return the settings that decide the results, flat, and the rounds, without the seed."""
     return flatten_settings(_without_seed(experiment))
+
+
+def run_settings(run: Run) -> dict[str, Any]:
+    """Return the settings that decide a run's results, and the names of the user's objects."""
+    objects = {name: run.user_objects.get(name, "none") for name in OBJECT_NAMES}
+    return result_settings(run.experiment) | objects
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any, TypedDict, Unpack, get_type_hints
 from torch import Tensor, nn
 
 from fedcog.core.metrics import MetricFunctions
+from fedcog.core.settings import ConfigError
 from fedcog.data import Dataset
 from fedcog.data.client_batches import Augmentation
 from fedcog.federation import torchrun
@@ -321,6 +322,13 @@ def partition(
         ```
     """
     _check_keywords("partition", keywords, PartitionKeywords)
+    if not isinstance(dataset, Dataset):
+        raise ConfigError(
+            [
+                f"partition needs a Dataset, not {type(dataset).__name__}: read one with "
+                "fedcog.load_dataset(...)."
+            ]
+        )
     experiment = Experiment(partition=name, dataset="custom", **keywords)
     return split_dataset(experiment, dataset)
 

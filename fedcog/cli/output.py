@@ -1,6 +1,7 @@
 """Tables and summaries that the command line prints."""
 
 import math
+import textwrap
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from fedcog.studies.tuning.sweep import SweepPlan, Tuned
 
 MIN_CATALOG_WIDTH = 120
 """Columns of a terminal from which the catalog of algorithms is a table."""
+MAX_NAME_LENGTH = 30
+"""A table shows this many characters of a user's name."""
 PRIVACY_DEFAULTS = (1.0, 1.0, 1e-5)
 """Defaults of dp_clip, dp_noise and dp_delta."""
 
@@ -423,7 +426,8 @@ def print_partition(
     """
     labels = [str(client_id) for client_id in range(len(counts))]
     if names:
-        labels = [f"{label} {escape(name)}" for label, name in zip(labels, names, strict=True)]
+        short = [textwrap.shorten(name, MAX_NAME_LENGTH, placeholder="...") for name in names]
+        labels = [f"{label} {escape(name)}" for label, name in zip(labels, short, strict=True)]
     width = sum(max(len(name), 4) + 3 for name in classes) + 20
     if width > out.width:
         table = _new_table("client", noun, "classes", "largest", "share", title="per client")

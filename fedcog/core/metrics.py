@@ -167,7 +167,13 @@ def evaluate_functions(functions: MetricFunctions, logits: Tensor, labels: Tenso
     """
     found: Params = {}
     for name, function in functions.items():
-        value = torch.as_tensor(function(logits, labels))
+        result = function(logits, labels)
+        try:
+            value = torch.as_tensor(result)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(
+                f"metric '{name}' returned {type(result).__name__}: return one number."
+            ) from error
         if value.numel() != 1 or value.is_complex():
             raise TypeError(
                 f"metric '{name}' returned {list(value.shape)} numbers: return one, such as a mean."

@@ -325,6 +325,8 @@ def from_arrays(
         given, missing = ("test_x", "test_y") if has_test else ("test_y", "test_x")
         raise DataError(f"{given} is given without {missing}: give both, or neither.")
     train_inputs = _to_inputs("train_x", train_x)
+    if not _num_examples(train_inputs):
+        raise DataError(f"train_x is {list(train_inputs.shape)}: give at least one example")
     test_inputs = train_inputs[:0] if test_x is None else _to_inputs("test_x", test_x)
     train_y, test_y, names = _label_sets_to_rows(
         train_y, test_y if has_test else train_y, options.get("classes")
@@ -583,6 +585,9 @@ def _number_users(users: Any, test_users: Any = None) -> dict[str, Any]:
     splits = {"users": _to_list(users)}
     if test_users is not None:
         splits["test_users"] = _to_list(test_users)
+    for name, values in splits.items():
+        if any(user is None or user != user for user in values):
+            raise DataError(f"{name} holds None or NaN: give the user of every example")
     try:
         ordered = sorted({user for values in splits.values() for user in values})
     except TypeError as error:

@@ -164,6 +164,8 @@ def check_augmentation(augmentation: Augmentation, data: FederatedData) -> None:
         raise ConfigError(
             [f"{name} must return {x.dtype} {tuple(x.shape)} as it receives, not {description}."]
         )
+    if found.is_floating_point() and not bool(found.isfinite().all()):
+        raise ConfigError([f"{name} returns NaN or infinity for some of the training examples."])
     if draws_itself or not torch.equal(found, results[1]):
         raise ConfigError(
             [

@@ -145,6 +145,7 @@ def test_function_in_a_file_and_in_a_module(
         "def made():\n    return fedcog.from_arrays(*arrays(), name='made')\n"
         "def broken():\n    raise OSError('no disk')\n"
         "def wrong():\n    return 3\n"
+        "def typo():\n    return dict(train_x=X, train_y=[0, 1, 0, 1], tset_x=X)\n"
     )
     (tmp_path / "my_sets_of_data.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -154,8 +155,9 @@ def test_function_in_a_file_and_in_a_module(
         assert fedcog.load_dataset(f"{place}:made").name == "made"
     for name, message in {
         "broken": "no disk",
+        "typo": "unknown keyword argument 'tset_x'",
         "wrong": "returned int: return a fedcog.Dataset",
-        "absent": "has nothing called 'absent': it defines arrays, named, made, broken, wrong",
+        "absent": "has nothing called 'absent': it defines arrays, named, made, broken, wrong,",
     }.items():
         with pytest.raises(DataError, match=message):
             fedcog.load_dataset(f"my_sets_of_data:{name}")
@@ -237,3 +239,16 @@ def test_run_resumes_after_its_data_moved(tmp_path: Path, monkeypatch: pytest.Mo
     longer = Experiment(dataset="a.npz", clients=2, **(QUICK | {"rounds": 3}))
     with pytest.raises(fedcog.RecordError, match="made on other data"):
         fedcog.run(longer, tmp_path / "run", resume=True, report=False)
+
+
+def test_unknown_arrays_and_unusable_users_are_named(tmp_path: Path) -> None:
+    path = write_arrays(tmp_path / "a.npz", tset_x=np.zeros(3))
+    with pytest.warns(UserWarning, match=r"arrays tset_x are ignored; known are train_x"):
+        fedcog.load_dataset(str(path))
+    x = np.zeros((2, 3), "f4")
+    with pytest.raises(DataError, match="users holds None or NaN"):
+        fedcog.from_arrays(x, [0, 1], users=[1.0, float("nan")])
+    with pytest.raises(DataError, match=r"train_x is \[0, 3\]: give at least one example"):
+        fedcog.from_arrays(x[:0], [])
+    with pytest.raises(ConfigError, match=r"partition needs a Dataset, not str"):
+        fedcog.partition("digits")  # type: ignore[arg-type]

@@ -89,7 +89,10 @@ def answer(**changes: Any) -> Any:
     return Message(RecordDict({flower_messages.ANSWER_RECORD: record}), reply_to=request)
 
 
-def test_impossible_answers_are_refused() -> None:
+def test_impossible_answers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flwr.supercore.task_identity import TaskIdentity
+
+    monkeypatch.setattr(TaskIdentity, "_run_id", 1)  # as in a run: messages have its number
     template = flower_messages.evaluation_state(evaluation())
     task = make_task(2, multi_label=False)
     found = flower_messages.read_evaluation(answer(), template, task)

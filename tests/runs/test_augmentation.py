@@ -91,8 +91,8 @@ def test_resume_is_byte_equal_and_needs_the_same_function(tmp_path: Path) -> Non
     straight = fedcog.run(experiment, tmp_path / "a", augmentation=jitter, report=False)
     short = dataclasses.replace(experiment, rounds=1)
     fedcog.run(short, tmp_path / "b", augmentation=jitter, report=False)
-    for other in (None, identity):
-        with pytest.raises(fedcog.RecordError, match="or augmentation"):
+    for other, reason in ((None, "name it again, --augmentation"), (identity, "or augmentation")):
+        with pytest.raises(fedcog.RecordError, match=reason):
             fedcog.run(experiment, tmp_path / "b", augmentation=other, resume=True, report=False)
     resumed = fedcog.run(experiment, tmp_path / "b", augmentation=jitter, resume=True, report=False)
     name = "checkpoint.safetensors"
@@ -106,6 +106,7 @@ def test_resume_is_byte_equal_and_needs_the_same_function(tmp_path: Path) -> Non
         (lambda x, random: x[:, :, 1:], "must return"),
         (lambda x, random: x.double(), "must return torch.float32"),
         (lambda x, random: None, "not NoneType"),
+        (lambda x, random: x * float("nan"), "returns NaN or infinity"),
         (lambda x: x, "failed: TypeError"),
     ],
 )

@@ -1,5 +1,6 @@
 """Data sets from NumPy's .npz files; nothing is unpickled."""
 
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcog.data.datasets import DataError, Dataset, from_arrays
+from fedcog.data.datasets import DataError, Dataset, DataWarning, from_arrays
 
 MAX_FILE_BYTES = 1 << 34
 """Largest size of all arrays of a file together, uncompressed."""
@@ -71,6 +72,13 @@ def read_array_file(path: Path) -> Dataset:
             if name in arrays:
                 found[argument] = arrays[name]
                 break
+    known = {name for names in NAMES.values() for name in names}
+    if ignored := sorted(arrays.keys() - known):
+        warnings.warn(
+            f"{path}: arrays {', '.join(ignored)} are ignored; known are {', '.join(NAMES)}.",
+            DataWarning,
+            stacklevel=2,
+        )
     for argument in ("train_x", "train_y"):
         if argument not in found:
             raise DataError(

@@ -217,6 +217,8 @@ def _images(name: str, table: Any, column: str) -> "Iterator[tuple[str, PillowIm
     for index, row in enumerate(rows):
         label = f"image {index} of hub:{name}"
         stored = row[column] or {}
+        if not (stored.get("bytes") or stored.get("path")):
+            raise DataError(f"{label} is missing: remove its row.")
         try:
             content = stored.get("bytes")
             with Image.open(io.BytesIO(content) if content else stored.get("path", "")) as image:

@@ -241,10 +241,13 @@ def _call(name: str) -> Dataset:
         raise DataError(f"{name} failed: {type(error).__name__}: {error}.") from error
     if isinstance(made, Dataset):
         return made
-    if isinstance(made, Mapping):
-        return from_arrays(**made)
-    if isinstance(made, tuple) and len(made) in (2, 4):
-        return from_arrays(*made)
+    try:
+        if isinstance(made, Mapping):
+            return from_arrays(**made)
+        if isinstance(made, tuple) and len(made) in (2, 4):
+            return from_arrays(*made)
+    except TypeError as error:
+        raise DataError(f"{name} returned something else than data: {error}.") from error
     raise DataError(
         f"{name} returned {type(made).__name__}: return a fedcog.Dataset, or (train_x, train_y) or "
         "(train_x, train_y, test_x, test_y), or a dict of the arguments of fedcog.from_arrays."

@@ -13,7 +13,7 @@ from fedcog.algorithms import Algorithm, Batch, ClientContext, LocalWork, StepGr
 from fedcog.cli.main import main
 from fedcog.core.tree import Params, State
 from fedcog.runs.config.user_code import resolve
-from fedcog.testing import check_algorithm
+from fedcog.testing import check_algorithm, neutral_equals_fedavg
 
 USER_CODE = """
 from dataclasses import dataclass
@@ -260,3 +260,48 @@ def test_clashing_names_and_changed_code_are_refused(tmp_path: Path, capsys: Any
     assert main(["run", "--resume", out, "--rounds", "3", "--algorithm", first]) == 0
     assert main(["run", "--resume", out, "--rounds", "4", "--algorithm", second]) == 2
     assert "by other code of your own algorithm" in capsys.readouterr().err
+
+
+@dataclasses.dataclass(frozen=True)
+class NotTrueDistillation(Algorithm):
+    """FedNTD: distills what the global model says of the classes that are not true.
+
+    Attributes:
+        beta: Weight of the distillation.
+        teacher: How the teacher is computed.
+    """
+
+    beta: float = 0.0
+    teacher: str = "teacher_logits"
+
+    def penalty(
+        self, params: Params, outputs: State, batch: Batch, client: ClientContext
+    ) -> torch.Tensor:
+        if self.teacher == "logits":
+            logits = client.logits(client.broadcast["params"], batch["x"])
+        else:
+            logits = client.teacher_logits(batch["x"])
+        is_true = torch.nn.functional.one_hot(batch["y"], logits.shape[-1]).bool()
+        others = (one.masked_fill(is_true, -1e9) for one in (logits, outputs["logits"]))
+        return self.beta * client.task.distillation_loss(*others).mean()
+
+
+class TeacherMovesStatistics(NotTrueDistillation):
+    """Its running statistics have also seen the teacher's pass."""
+
+    def outputs(self, params: Params, batch: Batch, client: ClientContext) -> State:
+        first = super().outputs(params, batch, client)
+        teacher = client.forward(client.broadcast["params"], batch["x"], first["buffers"])
+        return first | {"buffers": teacher.buffers}
+
+
+@pytest.mark.parametrize("teacher", ["teacher_logits", "logits"])
+def test_teacher_of_weight_0_leaves_fedavg_with_batchnorm_and_dropout(teacher: str) -> None:
+    neutral = NotTrueDistillation(0.0, teacher)
+    neutral_equals_fedavg(NotTrueDistillation(1.0, teacher), neutral)
+
+
+def test_contract_finds_a_teacher_that_moves_running_statistics() -> None:
+    reason = r"is not FedAvg on a network with BatchNorm and dropout: 1\.running_mean"
+    with pytest.raises(AssertionError, match=reason):
+        check_algorithm(TeacherMovesStatistics(1.0), neutral=TeacherMovesStatistics(0.0))

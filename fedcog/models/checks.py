@@ -86,22 +86,17 @@ def check_trainable(
     inputs = inputs.to(trainable[0])
     original = inputs.clone()
     trained = copy.deepcopy(module).train()
-    key = trial_key(inputs.device)
     with torch.random.fork_rng(devices=[]):
         rng_state = torch.random.get_rng_state()
-        with KeyedDropout(key) as dropout:
+        with KeyedDropout(trial_key(inputs.device)) as dropout:
             outputs = _try_forward(trained, inputs, num_classes)
-        second = copy.deepcopy(module).train()
-        with KeyedDropout(key):
-            repeated = _try_forward(second, original.clone(), num_classes)
             heads = [_find_head(copy.deepcopy(module).train(), original.clone(), num_classes)]
         draws_in_training = not torch.equal(rng_state, torch.random.get_rng_state())
         heads.append(_find_head(copy.deepcopy(module).eval(), original.clone(), num_classes))
-        is_random = not torch.equal(rng_state, torch.random.get_rng_state())
-    is_repeatable = torch.equal(outputs.nan_to_num(), repeated.nan_to_num())
-    if draws_in_training or not is_repeatable:
+        draws_at_all = not torch.equal(rng_state, torch.random.get_rng_state())
+    if draws_in_training or not _is_repeatable(module, original, num_classes, training=True):
         raise ModelError(_explain_randomness(module))
-    if is_random:
+    if draws_at_all or not _is_repeatable(module, original, num_classes, training=False):
         raise ModelError(
             "the network draws random numbers in evaluation mode: call dropout with "
             "training=self.training, F.dropout(x, 0.5, self.training)."
@@ -125,6 +120,23 @@ def check_trainable(
             )
     head = heads[0] if heads[0] == heads[1] else None
     return CheckedNetwork(changed - counters, head, dropout.num_calls > 0)
+
+
+def _is_repeatable(module: nn.Module, inputs: Tensor, num_classes: int, training: bool) -> bool:
+    """Whether a second pass of one copy gives the same outputs.
+
+    Generators and counters that are no buffers change them.
+    """
+    copied = copy.deepcopy(module).train(training)
+    outputs = []
+    for _ in range(2):
+        with torch.random.fork_rng(devices=[]), KeyedDropout(trial_key(inputs.device)):
+            found = _try_forward(copied, inputs.clone(), num_classes)
+        outputs.append(found.detach().nan_to_num())
+        with torch.no_grad():
+            for old, new in zip(module.buffers(), copied.buffers(), strict=True):
+                new.copy_(old)
+    return torch.equal(*outputs)
 
 
 def _check_parameters(module: nn.Module) -> None:
@@ -153,9 +165,9 @@ def _explain_randomness(module: nn.Module) -> str:
         if getattr(layer, "dropout", 0) and isinstance(layer, nn.RNNBase)
     ]
     return (
-        "the network does not give the same outputs for the same inputs in training mode: "
-        f"{', '.join(layers) or 'a layer'} draws random numbers of its own. Here every random "
-        "number comes from a keyed stream, so that runs can be repeated and resumed exactly. "
+        f"in training mode, {', '.join(layers) or 'a layer'} draws random numbers of its own, or "
+        "counts its calls. Here every random number comes from a keyed stream, so that runs can be "
+        "repeated and resumed exactly. "
         "Use nn.Dropout and its like, or Tensor.bernoulli_(p), which do so; recurrent layers need "
         "dropout=0, with an nn.Dropout between them."
     )

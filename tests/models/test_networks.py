@@ -79,6 +79,34 @@ class OwnNoise(nn.Module):
         return self.layer(x + noise)  # type: ignore[no-any-return]
 
 
+class OwnGenerator(nn.Module):
+    """Noise from a generator of the network's own, in one of the two modes."""
+
+    def __init__(self, mode: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        self.mode = mode
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training == self.mode:
+            x = x + torch.rand(x.shape, generator=self.generator)
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+class CountsCalls(nn.Module):
+    """Its outputs depend on how often it was called, which no buffer knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        self.count = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return self.layer(x) / self.count  # type: ignore[no-any-return]
+
+
 class RecurrentDropout(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +169,10 @@ class TupleOutput(nn.Module):
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
-        (OwnNoise(), "a layer draws random numbers of its own"),
+        (OwnNoise(), "in training mode, a layer draws random numbers of its own"),
+        (OwnGenerator(True), "in training mode, a layer draws random numbers of its own"),
+        (OwnGenerator(False), "draws random numbers in evaluation mode"),
+        (CountsCalls(), "or counts its calls"),
         (RecurrentDropout(), r"'lstm' \(LSTM\) draws random numbers.*between them"),
         (DropoutInEvaluation(), "draws random numbers in evaluation mode"),
         (TupleOutput(), "gave tuple"),

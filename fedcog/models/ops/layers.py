@@ -5,7 +5,8 @@ normalizes all models at once. The network itself is not changed, and a single m
 same.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -195,7 +196,23 @@ def _recurrent(func: Callable[..., Any], *args: Any) -> Any:
     if not isinstance(args[3], bool):
         return func(*args)
     overload = _RECURRENT[func]
-    return torch._decomp.get_decompositions([overload])[overload](*args)
+    with _without_onednn():
+        return torch._decomp.get_decompositions([overload])[overload](*args)
+
+
+@contextlib.contextmanager
+def _without_onednn() -> Iterator[None]:
+    """Switch oneDNN off, whose LSTM has no rule for vmap either.
+
+    The context manager of torch prints a warning about GPUs of another maker.
+    """
+    onednn: Any = torch.backends.mkldnn
+    was_enabled = onednn.enabled
+    onednn.enabled = False
+    try:
+        yield
+    finally:
+        onednn.enabled = was_enabled
 
 
 _RECURRENT = {

@@ -9,15 +9,18 @@ from torch import Tensor, nn
 from fedcog.models.ops.layers import LayerOverrides
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize(
     "options", [{}, {"bidirectional": True}, {"num_layers": 2, "batch_first": True, "bias": False}]
 )
-def test_layers_are_torchs_also_under_vmap(kind: type[nn.RNNBase], options: dict[str, Any]) -> None:
+def test_layers_are_torchs_also_under_vmap(
+    kind: type[nn.RNNBase], options: dict[str, Any], dtype: torch.dtype
+) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        layer = kind(3, 4, dtype=torch.float64, **options).requires_grad_(False)  # type: ignore[call-arg]
-        x = torch.randn(2, 5, 6, 3, dtype=torch.float64)
+        layer = kind(3, 4, dtype=dtype, **options).requires_grad_(False)  # type: ignore[call-arg]
+        x = torch.randn(2, 5, 6, 3, dtype=dtype)
 
     def _run(x: Tensor) -> Tensor:
         output: Tensor = layer(x)[0]

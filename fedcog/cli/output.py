@@ -88,7 +88,8 @@ def print_experiment(
 def _describe_clients(experiment: Experiment) -> str:
     """Describe number and partition of the clients, as far as they are known before loading."""
     count = f"{experiment.clients} clients" if experiment.clients else "all clients of the data"
-    return f"{count} ({experiment.partition_rule})"
+    is_known = experiment.partition != "auto"
+    return f"{count} ({experiment.partition_rule})" if is_known else count
 
 
 def print_comparison(

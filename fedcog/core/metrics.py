@@ -24,6 +24,9 @@ METRICS: dict[str, str] = {
 MetricFunction = Callable[[Tensor, Tensor], float | Tensor]
 """A metric of your own: a function of logits `(N, C)` and labels that returns one number."""
 
+TAKEN_PREFIXES = ("accuracy", "o_f1", "personal_", "clients", "num_clients")
+"""Beginnings of the names of other scores on the clients' test examples."""
+
 MetricFunctions = Mapping[str, MetricFunction]
 
 
@@ -85,7 +88,7 @@ def check_functions(functions: MetricFunctions) -> list[str]:
     for name, function in functions.items():
         if not re.fullmatch(r"[A-Za-z]\w{0,63}", name):
             faults.append(f"metric {name!r} is no valid name: use letters, digits and underscores.")
-        elif name in (*METRICS, "clients", "accuracy", "personal_accuracy"):
+        elif name in METRICS or name.startswith(TAKEN_PREFIXES):
             faults.append(f"metric '{name}' is taken: choose another name.")
         if not callable(function):
             faults.append(
@@ -163,11 +166,17 @@ def evaluate_functions(functions: MetricFunctions, logits: Tensor, labels: Tenso
         0-d tensors by name, float64, in host memory.
 
     Raises:
+        RuntimeError: If a function fails.
         TypeError: If a function does not return one number.
     """
     found: Params = {}
     for name, function in functions.items():
-        result = function(logits, labels)
+        try:
+            result = function(logits, labels)
+        except Exception as error:
+            raise RuntimeError(
+                f"metric '{name}' failed: {type(error).__name__}: {error}."
+            ) from error
         try:
             value = torch.as_tensor(result)
         except (TypeError, ValueError, RuntimeError) as error:

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import math
+import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
@@ -26,6 +27,8 @@ LABEL_SETS = (list, tuple, set, frozenset)
 
 MAX_INFERRED_LABEL = 1 << 16
 """Integer labels must lie below this bound when `classes` is not given."""
+MAX_SHOWN_USERS = 3
+"""A warning names this many users."""
 
 
 class DataError(Exception):
@@ -600,6 +603,14 @@ def _number_users(users: Any, test_users: Any = None) -> dict[str, Any]:
         for name, values in splits.items()
     }
     fields["user_names"] = tuple(map(str, ordered))
+    if unknown := sorted(set(splits.get("test_users", ())) - set(splits["users"])):
+        shown = ", ".join(map(repr, unknown[:MAX_SHOWN_USERS]))
+        warnings.warn(
+            f"test_users holds {len(unknown)} users without training examples, such as {shown}: "
+            "their examples test the global model only, and no client.",
+            DataWarning,
+            stacklevel=4,
+        )
     return fields
 
 

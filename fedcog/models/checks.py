@@ -37,6 +37,11 @@ class CheckedNetwork(NamedTuple):
 def copy_network(module: nn.Module) -> nn.Module:
     """Copy a network; raise a ModelError if it is wrapped, lazy or cannot be copied."""
     if not isinstance(module, nn.Module):
+        if isinstance(module, str):
+            raise ModelError(
+                f"model='{module}' is a name, which belongs to the experiment: "
+                f"Experiment(model='{module}')."
+            )
         raise ModelError(
             f"{type(module).__name__} is no nn.Module: give its class, such as model=MyNet."
         )

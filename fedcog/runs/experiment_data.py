@@ -95,6 +95,9 @@ def resolve_clients(experiment: Experiment, dataset: Dataset) -> Experiment:
 
     Returns:
         The experiment as it is recorded.
+
+    Raises:
+        ConfigError: If the number of clients is not that of the data set's `indices`.
     """
     partition = experiment.partition
     if dataset.indices is not None:
@@ -104,6 +107,13 @@ def resolve_clients(experiment: Experiment, dataset: Dataset) -> Experiment:
     changes: dict[str, Any] = {"partition": partition}
     if partition == "given" and dataset.indices is not None:
         changes["clients"] = len(dataset.indices)
+        if experiment.clients not in (0, len(dataset.indices)):
+            raise ConfigError(
+                [
+                    f"clients is {experiment.clients}, but there are indices for "
+                    f"{len(dataset.indices)}: remove --clients."
+                ]
+            )
     elif not experiment.clients and partition == "natural" and dataset.users is not None:
         sizes = np.unique(dataset.users.numpy(), return_counts=True)[1]
         if experiment.min_examples == DEFAULT_MIN_EXAMPLES:  # all users, however few examples

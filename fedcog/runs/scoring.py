@@ -115,9 +115,10 @@ class ModelScorer:
         Returns:
             For the global model the metric over all test examples, and over clients its mean
             (`_mean`), its mean over the worst tenth (`_worst`) and its standard deviation
-            (`_deviation`); the same for personal models (`personal_`); further metrics of the
-            global model; and `clients`, lists with an entry per client. The worst tenth and the
-            lists are unknown if only sums are known.
+            (`_deviation`); the same for personal models (`personal_`); further metrics over all
+            test examples, calibration of the global model only; and `clients`, lists with an entry
+            per client of the metric and of the user's metrics. The worst tenth and the lists are
+            unknown if only sums are known.
         """
         counts = evaluation.class_counts.sum(0)
         found: dict[str, Any] = {}
@@ -136,11 +137,12 @@ class ModelScorer:
             scores = [self._task.score(own, own_counts) for own, own_counts in rows]
             found |= _spread(name, scores)
             clients[name] = scores
-        stats = evaluation.class_stats["global"].sum(0)
-        calibration = evaluation.calibration
-        found |= self._metrics.from_stats(
-            stats, counts, None if calibration is None else calibration.sum(0)
-        )
+        for model, stats in evaluation.class_stats.items():
+            calibration = evaluation.calibration if model == "global" else None
+            metrics = self._metrics.from_stats(
+                stats.sum(0), counts, None if calibration is None else calibration.sum(0)
+            )
+            found |= {f"{PREFIXES[model]}{name}": value for name, value in metrics.items()}
         shares = evaluation.num_examples.double() / evaluation.num_examples.sum()
         for name, values in (evaluation.values or {}).items():
             found[name] = float((values * shares).sum())

@@ -313,10 +313,18 @@ class ExperimentSetup:
         seed = partition_seed(experiment)
         if not experiment.evaluate_test:
             return None
+        has_own_tests = original.test_users is not None and experiment.partition == "natural"
+        if experiment.local_test and has_own_tests:
+            raise ConfigError(
+                [
+                    "users have test examples of their own in this data set: remove --local-test, "
+                    "or choose another --partition than natural."
+                ]
+            )
         if experiment.local_test:
             self.indices, held_out = local_tests.hold_out(self.indices, experiment.local_test, seed)
             return local_tests.from_training(self.dataset, original.train_y, held_out)
-        if original.test_users is None or experiment.partition != "natural":
+        if not has_own_tests:
             return None
 
         def _shift(x: Tensor, client: int) -> Tensor:
@@ -339,6 +347,14 @@ class ExperimentSetup:
         if not (experiment.evaluate_test and remote is None):
             return
         tests = self.data.local_tests
+        if tests is not None and not len(tests.y) and not experiment.local_test:
+            raise ConfigError(
+                [
+                    "no client has test examples: no user of the training examples is among the "
+                    "test_users. Name users alike in both splits, or hold out --local-test 0.2 "
+                    "of data without test_users."
+                ]
+            )
         if tests is not None and not len(tests.y):
             raise ConfigError(
                 [

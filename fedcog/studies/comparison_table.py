@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from fedcog.core.settings import ConfigError, unknown_name
-from fedcog.data.sources.locations import short_name
 from fedcog.runs.records.frames import Runs, as_runs
 from fedcog.runs.records.metric_series import (
     is_cost,
@@ -18,7 +17,14 @@ from fedcog.runs.records.metric_series import (
     with_values,
 )
 from fedcog.runs.records.recorded_run import Run
-from fedcog.runs.records.summary import Spread, differing, run_settings, settings_label, spread
+from fedcog.runs.records.summary import (
+    Spread,
+    data_names,
+    differing,
+    run_settings,
+    settings_label,
+    spread,
+)
 from fedcog.studies.tables import Table, latex_table, markdown_table
 
 TableFormat = Literal["latex", "markdown", "csv"]
@@ -218,7 +224,8 @@ def _members(runs: Sequence[Run]) -> dict[tuple[str, str], list[Run]]:
     A setting of the experiment belongs to the method if it differs between runs on the same data.
     """
     places = [
-        f"{short_name(run.experiment.dataset)}, {run.experiment.partition_rule}" for run in runs
+        f"{name}, {run.experiment.partition_rule}"
+        for name, run in zip(data_names(runs), runs, strict=True)
     ]
     settings = [run_settings(run) for run in runs]
     names = set[str]()

@@ -56,6 +56,12 @@ def test_metrics_equal_their_definitions(seed: int, num_classes: int, number: in
             assert value is None
 
 
+def test_failing_metric_is_named() -> None:
+    logits = torch.zeros(2, 3)
+    with pytest.raises(RuntimeError, match="metric 'ratio' failed: ZeroDivisionError: division"):
+        metrics.evaluate_functions({"ratio": lambda logits, labels: 1 / 0}, logits, torch.zeros(2))
+
+
 def test_own_metrics_must_return_one_number() -> None:
     logits = torch.zeros(4, 3)
     labels = torch.zeros(4, dtype=torch.int64)

@@ -1,5 +1,6 @@
 """Tests of data sets by location: folders, .npz files, functions, and what is refused."""
 
+import dataclasses
 import json
 import zipfile
 from pathlib import Path
@@ -209,6 +210,18 @@ def test_indices_from_files(tmp_path: Path) -> None:
         read_client_indices(tmp_path / "x.csv")
 
 
+def test_names_are_as_long_as_they_must_be() -> None:
+    places = ["/a/x/data.npz", "/b/x/data.npz", "/b/other/", "digits", "/a/x/data.npz"]
+    assert locations.distinct_names(places) == [
+        "a/x/data",
+        "b/x/data",
+        "other",
+        "digits",
+        "a/x/data",
+    ]
+    assert locations.distinct_names(["hub:me/set", "hub:you/set"]) == ["me/set", "you/set"]
+
+
 def test_given_partition_from_a_file(tmp_path: Path) -> None:
     parts = [[0, 1, 2], [5, 9], [7, 6, 20, 21]]
     (tmp_path / "parts.json").write_text(json.dumps(parts))
@@ -219,6 +232,9 @@ def test_given_partition_from_a_file(tmp_path: Path) -> None:
     labels = fedcog.load_dataset("digits").train_y
     expected = [torch.bincount(labels[part], minlength=10).tolist() for part in parts]
     assert counts.tolist() == expected
+    more = dataclasses.replace(experiment, clients=5)
+    with pytest.raises(ConfigError, match="clients is 5, but there are indices for 3"):
+        fedcog.run(more, tmp_path / "more", report=False)
     with pytest.raises(ConfigError, match="indices are for --partition given, not iid"):
         Experiment(partition="iid", indices="x.json")
 
@@ -231,12 +247,12 @@ def test_run_resumes_after_its_data_moved(tmp_path: Path, monkeypatch: pytest.Mo
     experiment = Experiment(dataset="a.npz", clients=2, **QUICK)
     run = fedcog.run(experiment, tmp_path / "run", report=False)
     assert run.experiment.dataset == str(tmp_path / "old" / "a.npz")
-    (tmp_path / "old" / "a.npz").rename(tmp_path / "new" / "a.npz")
+    (tmp_path / "old" / "a.npz").rename(tmp_path / "new" / "b.npz")
     monkeypatch.chdir(tmp_path / "new")
-    longer = Experiment(dataset="a.npz", clients=2, **(QUICK | {"rounds": 2}))
+    longer = Experiment(dataset="b.npz", clients=2, **(QUICK | {"rounds": 2}))
     assert len(fedcog.run(longer, tmp_path / "run", resume=True, report=False).lines) == 2
-    write_arrays(tmp_path / "new" / "a.npz", test_y=np.ones(10, dtype=np.int64))
-    longer = Experiment(dataset="a.npz", clients=2, **(QUICK | {"rounds": 3}))
+    write_arrays(tmp_path / "new" / "b.npz", test_y=np.ones(10, dtype=np.int64))
+    longer = Experiment(dataset="b.npz", clients=2, **(QUICK | {"rounds": 3}))
     with pytest.raises(fedcog.RecordError, match="made on other data"):
         fedcog.run(longer, tmp_path / "run", resume=True, report=False)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -167,6 +168,43 @@ def test_users_bring_their_own_test_examples(tmp_path: Path) -> None:
     model = fedcog.load(tmp_path)
     expected = [model_accuracy(model, setup, client) for client in (0, 1)]
     assert clients["accuracy"] == pytest.approx(expected)
+
+
+def test_own_test_examples_of_users_are_not_mixed_up_with_held_out_ones(tmp_path: Path) -> None:
+    data = vectors(40, users=["a", "b"] * 20)
+    tests = {"test_x": data.train_x[:4], "test_y": data.train_y[:4]}
+    arrays = (data.train_x, data.train_y)
+    with pytest.warns(UserWarning, match=r"1 users without training examples, such as 'A'"):
+        typo = fedcog.from_arrays(
+            *arrays, users=["a", "b"] * 20, test_users=["A", "b", "b", "b"], **tests
+        )
+    experiment = dataclasses.replace(TINY, clients=0, local_test=0.0, min_examples=1)
+    run = fedcog.run(experiment, tmp_path, data=typo, report=False)
+    assert run.lines[-1]["local_test"]["clients"]["ids"] == [1]
+    with pytest.raises(ConfigError, match="users have test examples of their own"):
+        ExperimentSetup(dataclasses.replace(experiment, local_test=0.5), UserObjects(data=typo))
+    with pytest.warns(UserWarning, match="without training examples"):
+        strangers = fedcog.from_arrays(
+            *arrays, users=["a", "b"] * 20, test_users=["c"] * 4, **tests
+        )
+    with pytest.raises(ConfigError, match="no user of the training examples is among"):
+        ExperimentSetup(experiment, UserObjects(data=strangers))
+
+
+def test_further_metrics_of_personal_models_are_those_of_all_test_examples(tmp_path: Path) -> None:
+    metrics = "balanced_accuracy,class_accuracy,ece"
+    experiment = dataclasses.replace(TINY, algorithm=FedRep(), metrics=metrics)
+    local_test = fedcog.run(experiment, tmp_path, report=False).lines[-1]["local_test"]
+    setup = ExperimentSetup(experiment)
+    assert setup.data.local_tests is not None
+    counts = torch.bincount(setup.data.local_tests.y, minlength=10).double()
+    for prefix in ("", "personal_"):
+        per_class = local_test[f"{prefix}class_accuracy"]
+        values = torch.tensor([math.nan if one is None else one for one in per_class]).double()
+        assert local_test[f"{prefix}balanced_accuracy"] == pytest.approx(float(values.nanmean()))
+        overall = float((values.nan_to_num() * counts).sum() / counts.sum())
+        assert local_test[f"{prefix}accuracy"] == pytest.approx(overall)
+    assert "personal_ece" not in local_test and 0 <= local_test["ece"] <= 1
 
 
 def test_resume_is_byte_equal(tmp_path: Path) -> None:

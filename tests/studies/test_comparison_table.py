@@ -278,6 +278,45 @@ def test_runs_of_other_objects_are_other_rows() -> None:
     assert [len(each.runs) for each in fedcog.group([plain, augmented])] == [1, 1]
 
 
+def test_data_sets_are_columns_and_never_paired_even_under_one_name() -> None:
+    places = ("/studies/a/data.npz", "/studies/b/data.npz")
+    scores = dict(zip(places, (0.8, 0.4), strict=True))
+    shared = {"partition": "iid"}
+    runs = [make_run([score], dataset=place, **shared) for place, score in scores.items()]
+    runs.append(make_run([0.5], dataset=places[1], algorithm=FedProx(), **shared))
+    rows = cells(fedcog.table(runs))
+    assert rows["method"][::2] == ["a/data, iid (%)", "b/data, iid (%)"]
+    assert rows["fedavg"] == ["**80.00**", "", "40.00", ""]
+    assert rows["fedprox"] == ["-", "", "**50.00**", "+10.00 (n = 1)"]
+    assert [each.label for each in fedcog.group(runs)] == [
+        "fedavg (dataset a/data)",
+        "fedavg (dataset b/data)",
+        "fedprox (dataset b/data)",
+    ]
+
+
+def test_data_sets_of_ones_own_are_columns() -> None:
+    runs = [
+        dataclasses.replace(
+            make_run([score], dataset="custom"), path=Path(name), user_objects={"data": name}
+        )
+        for name, score in {"mine-01ab": 0.5, "mine-77cd": 0.6, "other-01ab": 0.7}.items()
+    ]
+    header = cells(fedcog.table(runs))["method"]
+    names = [column.partition(",")[0] for column in header]
+    assert names == ["mine-01ab", "mine-77cd", "other"]
+
+
+def test_runs_without_the_metric_are_left_out_with_a_warning() -> None:
+    runs = two_methods()
+    runs[0].lines[-1]["metrics"] = {"class_accuracy": [0.25, None]}
+    with pytest.warns(UserWarning, match=f"{len(runs) - 1} of {len(runs)} runs have no metrics/"):
+        rows = cells(fedcog.table(runs, metric="metrics/class_accuracy/0"))
+    assert rows["fedprox"] == ["25.00"]
+    with pytest.raises(ConfigError, match="there are no runs"):
+        fedcog.table([])
+
+
 def test_scores_on_clients_tests_are_named() -> None:
     run = make_run([0.5])
     lines = [line | {"evaluated_on": "clients"} for line in run.lines]

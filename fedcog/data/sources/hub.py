@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -83,6 +84,8 @@ def _open_splits(name: str) -> dict[str, Any]:
     import datasets
 
     folder = Path(name).expanduser()
+    if not folder.is_dir() and (name.startswith((".", "~", os.sep)) or name.count(os.sep) > 1):
+        raise DataError(f"there is no folder {folder}: give one that save_to_disk wrote.")
     try:
         if folder.is_dir():
             opened = datasets.load_from_disk(str(folder))

@@ -6,7 +6,7 @@ A location may stand wherever a data set's name does. It names data only; code t
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
@@ -94,6 +94,40 @@ def short_name(text: str) -> str:
     return Path(text.removeprefix(HUB_PREFIX)).name.partition(":")[0].removesuffix(".npz") or "data"
 
 
+def distinct_names(texts: Sequence[str]) -> list[str]:
+    """Return short names of locations, which differ where locations do.
+
+    Args:
+        texts: Names or locations.
+
+    Returns:
+        `short_name` of each; where several locations share it, with as many folders above it as
+        tell them apart, such as 'a/data' and 'b/data'.
+    """
+    candidates = {text: _names_by_length(text) for text in texts}
+    return [
+        next(
+            (
+                name
+                for name in candidates[text]
+                if not any(name in candidates[other] for other in candidates if other != text)
+            ),
+            text,
+        )
+        for text in texts
+    ]
+
+
+def _names_by_length(text: str) -> list[str]:
+    """Return the short name of a location, then with one folder above it, and so on."""
+    short = short_name(text)
+    if location_kind(text) in ("name", "unknown"):
+        return [short]
+    folders = Path(text.removeprefix(HUB_PREFIX)).parts[:-1]
+    numbers = range(len(folders) + 1)
+    return ["/".join([*folders[len(folders) - number :], short]) for number in numbers]
+
+
 def missing_location(text: str) -> str:
     """Return why there is no data at a location, as far as a glance tells; empty if there may be.
 
@@ -105,10 +139,11 @@ def missing_location(text: str) -> str:
     """
     kind = location_kind(text)
     path = Path(text).expanduser()
+    hint = f"give {FORMS}, or a name that `fedcog data list` shows; --dataset if it has moved."
     if kind == "folder" and not path.is_dir():
-        return f"there is no folder {path}: give {FORMS}, or a name that `fedcog data list` shows."
+        return f"there is no folder {path}: {hint}"
     if kind == "file" and not path.is_file():
-        return f"there is no file {path}: give {FORMS}, or a name that `fedcog data list` shows."
+        return f"there is no file {path}: {hint}"
     return ""
 
 

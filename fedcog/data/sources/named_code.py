@@ -10,6 +10,7 @@ import inspect
 import re
 import sys
 from dataclasses import dataclass
+from importlib.abc import Loader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -116,7 +117,7 @@ def load_file(path: Path) -> ModuleType:
     folder = str(path.resolve().parent)
     sys.path.insert(0, folder)  # as for a script, which may import its neighbors, also later
     try:
-        spec.loader.exec_module(module)
+        _execute(spec.loader, module)
     except BaseException as error:
         del sys.modules[module_name]
         sys.path.remove(folder)
@@ -124,6 +125,19 @@ def load_file(path: Path) -> ModuleType:
             raise
         raise ConfigError([f"{path} failed: {type(error).__name__}: {error}."]) from error
     return module
+
+
+def _execute(loader: Loader, module: ModuleType) -> None:
+    """Execute a module, which may import a torchvision that was built for another torch."""
+    try:
+        loader.exec_module(module)
+    except RuntimeError as error:
+        if "operator torchvision::" not in str(error):
+            raise
+        from fedcog.models.libraries import import_library  # only where it is needed
+
+        import_library("torchvision")
+        loader.exec_module(module)
 
 
 def own_names(module: ModuleType) -> list[str]:

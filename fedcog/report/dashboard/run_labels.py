@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
+from fedcog.data.sources.locations import short_name
 from fedcog.report.markup import printable
 from fedcog.runs.config.composition import algorithm_name
 from fedcog.runs.config.experiment import Experiment
@@ -49,8 +50,11 @@ def _text(experiment: Experiment, names: Sequence[str], shows_algorithm: bool) -
     for name in names:
         if name in settings:
             key = name.rpartition(".")[2]
+            value = str(settings[name])
+            if key == "dataset":
+                value = short_name(value)
             is_name = key in ("dataset", "model", "partition")
-            parts.append(str(settings[name]) if is_name else f"{key} {settings[name]}")
+            parts.append(value if is_name else f"{key} {value}")
     return ", ".join(parts)
 
 

@@ -5,7 +5,6 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fedcog import data
@@ -71,7 +70,8 @@ class Experiment:
 
     dataset: str = setting(
         "digits",
-        "data set: a name of `fedcog list data`, a folder of images, a .npz file, or hub:NAME",
+        "data set: a name of `fedcog list data`, a folder of images, a .npz file, or hub:NAME; on "
+        "the command line also a function, FILE.py:Name or MODULE:Name",
     )
     data_dir: str = setting(
         "",
@@ -390,9 +390,9 @@ class Experiment:
         values["clients"] = self.num_clients
         kind = locations.location_kind(self.dataset)
         if kind in ("folder", "file"):  # data may move: a fingerprint says whether it is the same
-            values["dataset"] = f"{kind}:{locations.short_name(self.dataset)}"
+            values["dataset"] = kind
         if self.indices:
-            values["indices"] = Path(self.indices).name
+            values["indices"] = "file"
         if self.client_lr.uses_horizon or self.server_lr.uses_horizon:
             values["lr_rounds"] = self.client_lr.horizon
             ignored.discard("lr_rounds")

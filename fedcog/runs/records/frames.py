@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedcog.core.settings import ConfigError
-from fedcog.data.sources.locations import short_name
 from fedcog.runs.config.composition import algorithm_name
 from fedcog.runs.records.recorded_run import Run, read_all
-from fedcog.runs.records.summary import differing, group, run_settings
+from fedcog.runs.records.summary import data_names, differing, group, run_settings
 from fedcog.runs.tracking.values import round_metrics
 
 if TYPE_CHECKING:
@@ -57,8 +56,9 @@ def frame(runs: Runs) -> "DataFrame":
     names = [name for name in differing(settings) if name not in COLUMNS]
     labels = {run.path: each.label for each in group(chosen) for run in each.runs}
     rows = []
-    for run, own in zip(chosen, settings, strict=True):
-        first = _identity(run, labels[run.path]) | {name: own.get(name) for name in names}
+    for run, own, dataset in zip(chosen, settings, data_names(chosen), strict=True):
+        first = _identity(run, dataset, labels[run.path])
+        first |= {name: own.get(name) for name in names}
         rows += [first | {"round": line["round"]} | round_metrics(line) for line in run.lines]
     columns = dict.fromkeys([*COLUMNS, *names])
     for row in rows:
@@ -86,12 +86,12 @@ def as_runs(runs: Runs) -> list[Run]:
     return list({run.path: run for run in found}.values())
 
 
-def _identity(run: Run, label: str) -> dict[str, Any]:
+def _identity(run: Run, dataset: str, label: str) -> dict[str, Any]:
     """Return the columns that say which run a row is of."""
     experiment = run.experiment
     return {
         "algorithm": algorithm_name(experiment.algorithm),
-        "dataset": short_name(experiment.dataset),
+        "dataset": dataset,
         "partition": experiment.partition_rule,
         "seed": experiment.seed,
         "group": label,

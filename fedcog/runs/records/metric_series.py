@@ -1,6 +1,7 @@
 """One metric of a run over its rounds, by its key in the rounds' lines."""
 
 import re
+import warnings
 from collections.abc import Sequence
 
 from fedcog.core.settings import ConfigError, unknown_name
@@ -58,12 +59,22 @@ def with_values(runs: Sequence[Run], metric: str = "") -> list[Run]:
     Raises:
         ConfigError: If no run has the metric; the error names close ones.
     """
-    if any(series(run, metric) for run in runs):
-        return [
-            run
-            for run in runs
-            if series(run, metric) or (run.diverged and run.experiment.evaluate_test)
-        ]
+    if not runs:
+        raise ConfigError(["there are no runs: give some, or a folder with runs below it."])
+    found = [
+        run
+        for run in runs
+        if series(run, metric) or (run.diverged and run.experiment.evaluate_test)
+    ]
+    if any(series(run, metric) for run in found):
+        if metric and len(found) < len(runs):
+            missing = next(run.path for run in runs if run not in found)
+            warnings.warn(
+                f"{len(runs) - len(found)} of {len(runs)} runs have no {metric} and are left out, "
+                f"such as {missing}.",
+                stacklevel=3,
+            )
+        return found
     if not metric:
         raise ConfigError(["no round has been evaluated on test examples: name a metric."])
     known = dict.fromkeys(key for run in runs for line in run.lines for key in round_metrics(line))
@@ -93,7 +104,7 @@ def metric_label(runs: Sequence[Run], metric: str = "") -> str:
 
 def is_score(metric: str) -> bool:
     """Return whether a metric is a score from 0 to 1, which is printed in percent."""
-    name = metric.rpartition("/")[2]
+    name = next((part for part in reversed(metric.split("/")) if not part.isdigit()), "")
     return not metric or name in EXTRA_METRICS or any(word in name for word in SCORE_WORDS)
 
 

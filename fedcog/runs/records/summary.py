@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fedcog.core.tasks import METRIC_LABELS, Metric
+from fedcog.data.sources.locations import distinct_names
 from fedcog.runs.config.composition import algorithm_name
 from fedcog.runs.config.experiment import Experiment, free_settings
 from fedcog.runs.records.recorded_run import Run
@@ -171,10 +172,24 @@ def labels(experiments: Sequence[Experiment]) -> list[str]:
 
 def _labels(experiments: Sequence[Experiment], settings: Sequence[dict[str, Any]]) -> list[str]:
     varying = differing(settings)
+    datasets = distinct_names([experiment.dataset for experiment in experiments])
     return [
-        settings_label(experiment, own, varying)
-        for experiment, own in zip(experiments, settings, strict=True)
+        settings_label(experiment, own | {"dataset": dataset}, varying)
+        for experiment, own, dataset in zip(experiments, settings, datasets, strict=True)
     ]
+
+
+def data_names(runs: Sequence[Run]) -> list[str]:
+    """Return short names of the data sets of some runs, which differ where data sets do."""
+    names = [run.user_objects.get("data", run.experiment.dataset) for run in runs]
+    located = dict(zip(names, distinct_names(names), strict=True))
+    objects = {run.user_objects["data"] for run in runs if "data" in run.user_objects}
+    for name in objects:
+        plain = name.rpartition("-")[0]  # without the digest, if no other has this name
+        others = {one.rpartition("-")[0] for one in objects - {name}} | set(located.values())
+        if plain and plain not in others:
+            located[name] = plain
+    return [located[name] for name in names]
 
 
 def settings_label(

@@ -25,12 +25,15 @@ def round_metrics(line: Mapping[str, Any]) -> dict[str, float]:
 
     Returns:
         The line's own numbers, `seconds/` and `privacy/`, `bytes/` summed and `clients/` averaged
-        over clients.
+        over clients. `metrics/class_accuracy/0` is the first number of a list.
     """
     found: dict[str, Any] = {}
     for name, value in line.items():
         if isinstance(value, Mapping):
-            found |= {f"{name}/{key}": inner for key, inner in value.items()}
+            for key, inner in value.items():
+                found[f"{name}/{key}"] = inner
+                if isinstance(inner, list):
+                    found |= {f"{name}/{key}/{index}": one for index, one in enumerate(inner)}
         elif name in ("skipped", "refused", "forgot") and isinstance(value, list):
             found[name] = len(value)
         elif name != "round":

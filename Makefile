@@ -21,7 +21,7 @@ study: .venv/.base  ## compare all methods, bare and with FedCOG: half an hour o
 test: style types tests  ## check format, lint, types, and run all tests
 
 quick: .venv/.dev  ## run the tests that need no Ray, browser, processes or compiler
-	$(BIN)/python -m pytest -n 2 -m "not (ray or browser or processes or compiler or slow or gpu)"
+	$(BIN)/python -m pytest -n 2 -m "not (ray or browser or processes or compiler or slow or long or gpu)"
 
 format: .venv/.dev  ## format the code and fix what ruff can fix
 	$(BIN)/python -m ruff format .

@@ -13,16 +13,16 @@ if find_spec("timm"):  # pip install 'fedcog[timm]'
     names += ["timm:test_resnet", "timm:test_vit"]
 
 base = fedcog.Experiment(
-    algorithm=fedcog.FedCOG(start_round=3, count=8, steps=5),
+    algorithm=fedcog.FedCOG(start_round=2, count=8, steps=3),
     dataset="digits",
     partition="label-skew",  # every client holds two digits
     clients=5,
-    rounds=4,
-    local_steps=8,
+    rounds=3,
+    local_steps=6,
     batch_size=16,
     optimizer="adam",
     lr=0.002,
-    evaluate_every=4,
+    evaluate_every=3,
     evaluate_local=False,
     threads=2,
 )

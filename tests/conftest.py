@@ -2,7 +2,8 @@
 
 Markers name what a test needs beside Python: `ray`, `browser`, `processes` (servers, nodes or
 workers as real processes), `compiler`, `gpu`; `slow` marks other tests that take seconds.
-`make quick` runs the tests without any marker.
+`make quick` runs the tests without any marker. `make test` leaves out `long`, the three largest
+networks of `runs/test_networks_tried.py`: run them with `pytest -m long`.
 """
 
 import os

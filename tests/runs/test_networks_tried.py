@@ -101,6 +101,7 @@ def needs(*libraries: str) -> list[pytest.MarkDecorator]:
 
 
 SLOW = [*needs("torchvision", "timm"), pytest.mark.slow]
+LONG = [*SLOW, pytest.mark.long]
 NETWORKS = [
     pytest.param(Sequences, (6, 5), id="lstm"),
     pytest.param(signals, (3, 20), id="cnn-1d"),
@@ -108,9 +109,9 @@ NETWORKS = [
     pytest.param(small_convnext, (3, 16, 16), marks=needs("torchvision"), id="convnext"),
     pytest.param(vgg11, (3, 32, 32), marks=SLOW, id="vgg11"),
     pytest.param("torchvision:mobilenet_v3_small", (1, 8, 8), marks=SLOW, id="mobilenet"),
-    pytest.param("torchvision:resnet18", (3, 8, 8), marks=SLOW, id="resnet18"),
-    pytest.param("timm:convnext_atto", (1, 8, 8), marks=SLOW, id="convnext-atto"),
-    pytest.param("timm:vit_tiny_patch16_224", (1, 8, 8), marks=SLOW, id="vit-tiny"),
+    pytest.param("torchvision:resnet18", (3, 8, 8), marks=LONG, id="resnet18"),
+    pytest.param("timm:convnext_atto", (1, 8, 8), marks=LONG, id="convnext-atto"),
+    pytest.param("timm:vit_tiny_patch16_224", (1, 8, 8), marks=LONG, id="vit-tiny"),
     pytest.param("timm:resnet10t", (1, 8, 8), marks=SLOW, id="resnet10t"),
 ]
 

@@ -25,16 +25,10 @@ PREAMBLE = "import fedcog\n"
 ROUND = re.compile(r"fedcog: fedavg seed 0, round 2 of 2: loss .* s left\)")
 
 
-def run_python(program: str, folder: Path, *, terminal: bool) -> tuple[str, str]:
-    """Run a program; return its stdout, which is a pipe, and its stderr: a terminal or a pipe."""
+def run_on_terminal(program: str, folder: Path) -> tuple[str, str]:
+    """Run a program; return its stdout, which is a pipe, and its stderr, which is a terminal."""
     environment = os.environ | {"PYTHONPATH": str(REPO), "TERM": "xterm", "COLUMNS": "100"}
     command = [sys.executable, "-c", program]
-    if not terminal:
-        done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout, done.stderr
     main_end, program_end = pty.openpty()
     with subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=program_end, text=True
@@ -56,26 +50,30 @@ def run_python(program: str, folder: Path, *, terminal: bool) -> tuple[str, str]
     return stdout, shown.decode()
 
 
-def test_terminal_shows_a_bar_and_a_pipe_nothing(tmp_path: Path) -> None:
+def test_terminal_shows_a_bar_unless_progress_is_false(tmp_path: Path) -> None:
     """Prints of the user's program reach a redirected stdout, not the bar's terminal."""
     callback = ", callbacks=lambda _, line: print('round', line['round'])"
-    program = PREAMBLE + RUN.format(callback)
-    (tmp_path / "a").mkdir()
-    stdout, stderr = run_python(program, tmp_path / "a", terminal=True)
+    silent = RUN.replace("'run'", "'silent'").replace("rounds=2", "rounds=1")
+    program = f"{PREAMBLE}{silent.format(', progress=False')}; {RUN.format(callback)}"
+    stdout, stderr = run_on_terminal(program, tmp_path)
     assert stdout == "round 1\nround 2\n"
     assert "round 2/2" in stderr and "accuracy" in stderr and "fedavg seed 0" in stderr
-    (tmp_path / "b").mkdir()
-    assert run_python(program, tmp_path / "b", terminal=False) == (stdout, "")
+    assert "round 1/1" not in stderr
 
 
-def test_progress_false_is_silent_and_true_prints_lines(tmp_path: Path) -> None:
-    silent = PREAMBLE + RUN.format(", progress=False")
-    (tmp_path / "a").mkdir()
-    assert run_python(silent, tmp_path / "a", terminal=True) == ("", "")
-    (tmp_path / "b").mkdir()
-    loud = PREAMBLE + RUN.format(", progress=True")
-    stdout, stderr = run_python(loud, tmp_path / "b", terminal=False)
-    assert stdout == "" and stderr.count("\n") == 2 and ROUND.search(stderr)
+def test_pipe_shows_lines_if_progress_is_true(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for progress_option in (None, False, True):
+        experiment = Experiment(rounds=2, local_steps=1, clients=2, partition="iid", threads=1)
+        options: Any = {} if progress_option is None else {"progress": progress_option}
+        fedcog.run(experiment, tmp_path / str(progress_option), report=False, **options)
+        stdout, stderr = capfd.readouterr()
+        assert stdout == ""
+        if progress_option:
+            assert stderr.count("\n") == 2 and ROUND.search(stderr)
+        else:
+            assert stderr == ""
 
 
 def test_compare_and_sweep_count_all_rounds(
@@ -109,10 +107,8 @@ def test_compare_and_sweep_count_all_rounds(
     assert totals[2:] == [(2, 0), (3, 2)]
 
 
-@pytest.mark.parametrize(("style", "display"), [([], "bar"), (["--plain"], "lines")])
-def test_command_shows_progress_once(tmp_path: Path, style: list[str], display: str) -> None:
+def test_command_shows_progress_once(tmp_path: Path) -> None:
     flags = ["--rounds=2", "--local-steps=1", "--clients=2", "--partition=iid", "--threads=1"]
-    flags += style
     program = f"""
 from fedcog.cli.main import main
 from fedcog.runs.progress import RunProgress
@@ -120,12 +116,13 @@ from fedcog.runs.progress import RunProgress
 displays = []
 start = RunProgress.__enter__
 RunProgress.__enter__ = lambda self: displays.append(self._display) or start(self)
-main(["run", "--out=run", *{flags}])
+main(["run", "--out=bar", *{flags}])
+main(["run", "--out=lines", "--plain", *{flags}])
 print(displays)
 """
-    stdout, stderr = run_python(program, tmp_path, terminal=True)
-    assert stdout.endswith(f"\n['{display}']\n")
-    assert ("round 2/2" if display == "bar" else "round 2 of 2") in stderr
+    stdout, stderr = run_on_terminal(program, tmp_path)
+    assert stdout.endswith("\n['bar', 'lines']\n")
+    assert "round 2/2" in stderr and stderr.count("round 2 of 2") == 1
 
 
 @pytest.mark.parametrize(

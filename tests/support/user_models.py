@@ -115,7 +115,7 @@ class Dropouts(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A two-layer LSTM over the rows of an image."""
+    """A two-layer LSTM over the first rows of an image."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(6, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.rows(x[:, 0])[0][:, -1])
+        logits: Tensor = self.head(self.rows(x[:, 0, :3])[0][:, -1])
         return logits
 
 

@@ -236,7 +236,7 @@ def _results(groups: Sequence[Group], full_labels: Sequence[str], target: float 
     target_note = _target_note(groups, target) if effective_target else ""
     return (
         f"{table(head, rows)}"
-        f'<p class="note">{_capitalize(name)} on {_test_examples(groups)}: mean ± sample '
+        f'<p class="note">{_capitalize(name)} on {text(_test_examples(groups))}: mean ± sample '
         "standard deviation over seeds. <em>Last</em> is after the last evaluated round. "
         "<em>Best</em> is the highest of all rounds. It is chosen on the test set and therefore "
         "optimistic; papers often report it. <em>Label mix</em> is the score of the clients' "
@@ -249,7 +249,7 @@ def _results(groups: Sequence[Group], full_labels: Sequence[str], target: float 
 def _test_examples(groups: Sequence[Group]) -> str:
     """Name the examples that scores are of."""
     names = dict.fromkeys(run.test_examples for each in groups for run in each.runs)
-    return " or ".join(text(name) for name in names)
+    return " or ".join(names)
 
 
 def _result_cells(each: Group, target: float | None) -> list[str]:

@@ -41,6 +41,8 @@ MAX_LINE_LENGTH = 44
 """Characters of a label that fit into one line."""
 CHARACTER_WIDTH = 0.066
 """Inches of a character, on average."""
+MAX_AXIS_LENGTH = 26
+"""Characters of the vertical axis' label that fit into one line."""
 HANDLE_WIDTH = 0.6
 """Inches of a line sample and the space around it."""
 PAPER_STYLE: dict[Any, Any] = STYLE | {
@@ -122,6 +124,12 @@ def _values(key: str, line: RoundLine) -> list[float | None]:
     return [round_metrics(line).get(key)]
 
 
+def _axis_label(label: str) -> str:
+    """Break a label such as 'local_test/accuracy_worst (%)' into lines, also after a slash."""
+    lines = wrap_label(label.replace("/", "/ "), MAX_AXIS_LENGTH)
+    return "\n".join(lines).replace("/ ", "/")
+
+
 def curves_figure(curves: Sequence[Curve], label: str, *, percent: bool) -> Figure:
     """Draw curves over rounds, with a legend above them if there are several.
 
@@ -141,7 +149,7 @@ def curves_figure(curves: Sequence[Curve], label: str, *, percent: bool) -> Figu
         size = (WIDTH, HEIGHT + ROW_HEIGHT * max(0.0, num_rows - 1))
         figure = Figure(figsize=size, layout="constrained")
         axes = figure.subplots()
-        draw_curves(axes, curves, label, percent=percent)
+        draw_curves(axes, curves, _axis_label(label), percent=percent)
         axes.set_xlabel("round")
         handles = [Line2D([], [], **line_options(curve.style)) for curve in curves]
         figure.legend(

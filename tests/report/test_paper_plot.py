@@ -1,5 +1,6 @@
 """Tests of learning curves for papers: what is drawn, sizes, fonts and formats."""
 
+import dataclasses
 import re
 import statistics
 from pathlib import Path
@@ -118,6 +119,26 @@ def test_long_labels_and_many_groups_stay_inside_the_figure(
     assert legend.y1 <= figure.bbox.height + 1
     assert axes.y1 <= legend.y0, "the legend is above the curves"
     assert axes.height > 1.2 * figure.dpi
+
+
+@pytest.mark.parametrize("metric", ["", "local_test/personal_accuracy_deviation"])
+def test_axis_label_stays_inside_the_figure(
+    tmp_path: Path, figures: list[Figure], metric: str
+) -> None:
+    lines = {"evaluated_on": "clients", "local_test": {"personal_accuracy_deviation": 0.1}}
+    runs = [
+        dataclasses.replace(run, lines=[line | lines for line in run.lines])
+        for run in two_methods()
+    ]
+    fedcog.plot(runs, tmp_path / "x.png", metric)
+    (figure,) = figures
+    figure.dpi = paper_plot.DPI  # texts keep the sizes that they had when the file was written
+    figure.canvas.draw()
+    label = figure.axes[0].yaxis.label
+    expected = metric or "accuracy on the clients' own test examples"
+    assert label.get_text().replace("\n", "" if metric else " ") == f"{expected} (%)"
+    extent = label.get_window_extent()
+    assert extent.y0 >= 0 and extent.y1 <= figure.bbox.height and extent.x0 >= 0
 
 
 @pytest.mark.parametrize("name", ["x.html", "x", "x.tex", "x.jpg"])

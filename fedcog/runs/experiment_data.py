@@ -100,10 +100,8 @@ def resolve_clients(experiment: Experiment, dataset: Dataset) -> Experiment:
         ConfigError: If the number of clients is not that of the data set's `indices`.
     """
     partition = experiment.partition
-    if dataset.indices is not None:
-        partition = "given"
-    elif partition == "auto":
-        partition = DEFAULT_PARTITION if dataset.users is None else "natural"
+    if partition == "auto":
+        partition = _implied_partition(dataset)
     changes: dict[str, Any] = {"partition": partition}
     if partition == "given" and dataset.indices is not None:
         changes["clients"] = len(dataset.indices)
@@ -125,6 +123,13 @@ def resolve_clients(experiment: Experiment, dataset: Dataset) -> Experiment:
     if all(getattr(experiment, name) == value for name, value in changes.items()):
         return experiment
     return dataclasses.replace(experiment, **changes)
+
+
+def _implied_partition(dataset: Dataset) -> str:
+    """Return what `partition = "auto"` means for a data set."""
+    if dataset.indices is not None:
+        return "given"
+    return DEFAULT_PARTITION if dataset.users is None else "natural"
 
 
 def resolve_before_loading(experiment: Experiment) -> Experiment:

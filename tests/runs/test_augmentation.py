@@ -137,3 +137,9 @@ def test_random_numbers_have_their_distributions() -> None:
     assert torch.equal(again.uniform(20_000).double(), uniform)
     with pytest.raises(ValueError, match="probability"):
         random.bernoulli(1.5, 3)
+
+
+def test_uniform_numbers_are_below_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = torch.tensor([0, 2**32 - 1])
+    monkeypatch.setattr(KeyedRandom, "words", lambda self, *shape: ends)
+    assert make_random().uniform(2).tolist() == [0, 1 - 2**-24]

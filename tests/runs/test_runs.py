@@ -58,11 +58,17 @@ def test_torch_datasets_train_like_arrays(tmp_path: Path) -> None:
 
 def test_user_indices_define_the_clients(tmp_path: Path) -> None:
     indices = [torch.arange(0, 50), torch.arange(50, 60), torch.arange(60, 200)]
-    fedcog.run(TINY, tmp_path / "run", data=blobs(indices=indices), report=False)
+    data = blobs(indices=indices)
+    implied = dataclasses.replace(TINY, partition="auto", clients=0)
+    fedcog.run(implied, tmp_path / "run", data=data, report=False)
     counts = RunDirectory(tmp_path / "run").tensors("federation.safetensors")[0]["counts"]
     assert counts.sum(1).tolist() == [50, 10, 140]
     experiment = fedcog.read(tmp_path / "run").experiment
     assert (experiment.partition, experiment.clients) == ("given", 3)
+    with pytest.raises(ConfigError, match="clients is 4, but there are indices for 3"):
+        fedcog.run(dataclasses.replace(implied, clients=4), tmp_path / "four", data=data)
+    run = fedcog.run(TINY, tmp_path / "iid", data=data, report=False)
+    assert (run.experiment.partition, run.experiment.clients) == ("iid", 4)
 
 
 def test_natural_partition_makes_each_user_a_client(tmp_path: Path) -> None:
@@ -498,8 +504,9 @@ def test_on_divergence_skip_leaves_the_client_out_of_the_round(tmp_path: Path) -
     x[40:] *= 1e30  # the examples of client 2
     indices = [torch.arange(start, start + 20) for start in (0, 20, 40)]
     data = fedcog.from_arrays(x, y, x[:9], y[:9], classes=["a", "b", "c"], indices=indices)
+    fedcog_late = FedCOG(count=6, steps=2, start_round=1)
     experiment = dataclasses.replace(
-        TINY, model="mlp", rounds=2, algorithm=FedCOG(count=6, steps=2, start_round=1)
+        TINY, model="mlp", rounds=2, algorithm=fedcog_late, partition="given", clients=3
     )
     with pytest.raises(Diverged, match="client 2 is not finite"):
         fedcog.run(experiment, tmp_path / "stop", data=data, report=False)

@@ -96,15 +96,15 @@ class KeyedRandom:
         return self._draw(ceil_div(size, 4)).flatten()[:size].reshape(shape)
 
     def uniform(self, *shape: int) -> Tensor:
-        """Draw uniform numbers between 0 and 1.
+        """Draw uniform numbers, as `torch.rand` does.
 
         Args:
             *shape: Shape of the result.
 
         Returns:
-            float32.
+            float32, from 0 to below 1: multiples of 2**-24, which float32 holds exactly.
         """
-        return ((self.words(*shape) + 0.5).double() * 2.0**-32).float()
+        return (self.words(*shape) >> 8).float() * 2.0**-24
 
     def normal(self, *shape: int) -> Tensor:
         """Draw standard normal numbers.

@@ -1,11 +1,17 @@
 """Checks of a user's network before round 1: what cannot be federated is refused with a reason."""
 
+import contextlib
 import copy
+import itertools
+import random
+from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from fedcog.models.ops.dropout import KeyedDropout
 from fedcog.models.ops.keyed_random import trial_key
@@ -14,6 +20,13 @@ TOKENS_HINT = (
     "Inputs are continuous here, and token numbers are not: give int64 tokens to a network with "
     "embed(tokens) and forward_embedded(x)."
 )
+
+OTHER_WEIGHTS = 1.25
+"""Factor on weights in trials that tell weights from what a network kept of them."""
+OTHER_INPUTS = 0.75
+"""Factor on trial inputs, likewise."""
+PLAIN_TYPES = (int, float, str, bool, type(None))
+"""Types of attributes that a pass may set, but not count up."""
 
 
 class ModelError(Exception):
@@ -49,6 +62,8 @@ def copy_network(module: nn.Module) -> nn.Module:
         raise ModelError(
             f"the network is wrapped in {type(module).__name__}: give what is inside, model.module."
         )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ModelError("the network is a compiled script: give the network before torch.jit.")
     for name, layer in module.named_modules():
         parameters = layer.parameters(recurse=False)
         if any(isinstance(value, nn.UninitializedParameter) for value in parameters):
@@ -81,67 +96,211 @@ def check_trainable(
         The buffers that training changes, and the head.
 
     Raises:
-        ModelError: If the network has no trainable parameter, draws random numbers, changes its
-            inputs, counts batches, or does not map inputs to logits.
+        ModelError: If the network has no trainable parameter, draws random numbers, writes to its
+            inputs or weights, depends on earlier calls, or does not map inputs to logits.
     """
     _check_parameters(module)
-    trainable = [value for value in module.parameters() if value.requires_grad]
+    parameter = next(value for value in module.parameters() if value.requires_grad)
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(batch_size, *input_shape, generator=generator, dtype=torch.float32)
-    inputs = inputs.to(trainable[0])
+    inputs = inputs.to(parameter)
     original = inputs.clone()
-    trained = copy.deepcopy(module).train()
-    with torch.random.fork_rng(devices=[]):
-        rng_state = torch.random.get_rng_state()
-        with KeyedDropout(trial_key(inputs.device)) as dropout:
-            outputs = _try_forward(trained, inputs, num_classes)
-            heads = [_find_head(copy.deepcopy(module).train(), original.clone(), num_classes)]
-        draws_in_training = not torch.equal(rng_state, torch.random.get_rng_state())
-        heads.append(_find_head(copy.deepcopy(module).eval(), original.clone(), num_classes))
-        draws_at_all = not torch.equal(rng_state, torch.random.get_rng_state())
-    if draws_in_training or not _is_repeatable(module, original, num_classes, training=True):
-        raise ModelError(_explain_randomness(module))
-    if draws_at_all or not _is_repeatable(module, original, num_classes, training=False):
-        raise ModelError(
-            "the network draws random numbers in evaluation mode: call dropout with "
-            "training=self.training, F.dropout(x, 0.5, self.training)."
-        )
-    if not torch.equal(inputs, original):
-        raise ModelError(
-            "the network writes over its own inputs: take inplace=True off its first layer."
-        )
-    if not outputs.requires_grad:
-        raise ModelError(
-            "the network's outputs do not depend on its parameters (detach or no_grad inside?)."
-        )
+    with _restored_random_states():
+        trained = _try_pass(module, inputs, num_classes, training=True)
+        if not torch.equal(inputs, original):
+            raise ModelError(
+                "the network writes over its own inputs: take inplace=True off its first layer."
+            )
+        evaluated = _try_pass(module, original.clone(), num_classes, training=False)
+        if trained.is_random:
+            raise ModelError(_explain_randomness(module))
+        counters = _batch_counters(module, trained)
+        _check_writes(module, trained, evaluated)
+        if _depends_on_history(module, original, num_classes, training=True):
+            raise ModelError(_explain_randomness(module))
+        is_random = evaluated.is_random or evaluated.num_masks > 0
+        if is_random or _depends_on_history(module, original, num_classes, training=False):
+            raise ModelError(
+                "the network draws random numbers in evaluation mode, or keeps something of a call "
+                "for the next one: call dropout with training=self.training, "
+                "F.dropout(x, 0.5, self.training), and keep no weights or activations."
+            )
+        if not trained.outputs.requires_grad:
+            raise ModelError(
+                "the network's outputs do not depend on its parameters (detach or no_grad inside?)."
+            )
+        _check_gradients(module, original)
+    head = trained.head if trained.head == evaluated.head else None
+    return CheckedNetwork(trained.changed - counters, head, trained.num_masks > 0)
+
+
+class _TrialPass(NamedTuple):
+    """What a pass over trial inputs shows.
+
+    Attributes:
+        outputs: The logits.
+        changed: Names of the parameters and buffers that the pass changed.
+        head: Name of the linear layer whose outputs are the logits, if there is one.
+        num_masks: Number of dropout masks that it drew.
+        is_random: Whether it drew other random numbers.
+    """
+
+    outputs: Tensor
+    changed: set[str]
+    head: str | None
+    num_masks: int
+    is_random: bool
+
+
+def _try_pass(module: nn.Module, inputs: Tensor, num_classes: int, training: bool) -> _TrialPass:
+    """Run a copy of a network on trial inputs."""
+    copied = copy.deepcopy(module).train(training)
+    states = _random_states()
+    with KeyedDropout(trial_key(inputs.device)) as dropout:
+        outputs, head = _find_head(copied, inputs, num_classes)
+    is_random = states != _random_states()
+    before = dict(_named_tensors(module))
+    changed = {name for name, value in _named_tensors(copied) if not _equal(value, before[name])}
+    return _TrialPass(outputs, changed, head, dropout.num_calls, is_random)
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return itertools.chain(module.named_parameters(), module.named_buffers())
+
+
+def _random_states() -> tuple[object, ...]:
+    """Return the states of the generators that a network may draw from."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    torch_state = torch.random.get_rng_state().numpy().tobytes()
+    return torch_state, random.getstate(), name, keys.tobytes(), *rest  # type: ignore[union-attr]
+
+
+@contextlib.contextmanager
+def _restored_random_states() -> Iterator[None]:
+    """Leave the caller's generators as they are, whatever a network draws."""
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+def _batch_counters(module: nn.Module, trained: _TrialPass) -> set[str]:
+    """Return BatchNorm's counters, on which no result depends; refuse other counters."""
     before = dict(module.named_buffers())
-    changed = {name for name, value in trained.named_buffers() if not _equal(value, before[name])}
-    counters = {name for name in changed if not before[name].is_floating_point()}
+    counters = {
+        name for name in trained.changed & before.keys() if not before[name].is_floating_point()
+    }
     for name in counters:
         if not name.endswith("num_batches_tracked"):
             raise ModelError(
                 f"buffer '{name}' counts in training, "
                 "and a count can be neither averaged nor resumed."
             )
-    head = heads[0] if heads[0] == heads[1] else None
-    return CheckedNetwork(changed - counters, head, dropout.num_calls > 0)
+    return counters
 
 
-def _is_repeatable(module: nn.Module, inputs: Tensor, num_classes: int, training: bool) -> bool:
-    """Whether a second pass of one copy gives the same outputs.
+def _check_writes(module: nn.Module, trained: _TrialPass, evaluated: _TrialPass) -> None:
+    """Refuse networks that write to weights in a pass, or to running statistics in evaluation.
 
-    Generators and counters that are no buffers change them.
+    Evaluation would change training, and a client that trains the next one.
     """
-    copied = copy.deepcopy(module).train(training)
-    outputs = []
+    parameters = {name for name, _ in module.named_parameters()}
+    for name in sorted((trained.changed | evaluated.changed) & parameters):
+        raise ModelError(
+            f"the network writes to its parameter '{name}' when it is called: only training may "
+            "change it. Compute with a changed copy instead."
+        )
+    for name in sorted(evaluated.changed):
+        raise ModelError(
+            f"buffer '{name}' changes in evaluation mode, so evaluating a model would change it: "
+            "let running statistics move only if self.training, and leave BatchNorm's mode to "
+            "train() and eval()."
+        )
+
+
+def _depends_on_history(
+    module: nn.Module, inputs: Tensor, num_classes: int, training: bool
+) -> bool:
+    """Whether outputs depend on earlier calls, as with counters, caches and own generators.
+
+    A network that was called before, with other weights and inputs, is compared with a new one.
+    """
+    used = copy.deepcopy(module).train(training)
+    attributes = []
     for _ in range(2):
-        with torch.random.fork_rng(devices=[]), KeyedDropout(trial_key(inputs.device)):
-            found = _try_forward(copied, inputs.clone(), num_classes)
-        outputs.append(found.detach().nan_to_num())
+        with KeyedDropout(trial_key(inputs.device)):
+            _try_forward(used, inputs.clone(), num_classes)
+        attributes.append(_plain_attributes(used))
+    if attributes[0] != attributes[1]:
+        return True
+    outputs = []
+    for candidate in (copy.deepcopy(module).train(training), used):
         with torch.no_grad():
-            for old, new in zip(module.buffers(), copied.buffers(), strict=True):
+            for parameter in candidate.parameters():
+                parameter.mul_(OTHER_WEIGHTS)
+            for old, new in zip(module.buffers(), candidate.buffers(), strict=True):
                 new.copy_(old)
-    return torch.equal(*outputs)
+        with KeyedDropout(trial_key(inputs.device)):
+            found = _try_forward(candidate, inputs.flip(0) * OTHER_INPUTS, num_classes)
+        outputs.append(found.detach().nan_to_num())
+    return not torch.equal(*outputs)
+
+
+def _plain_attributes(module: nn.Module) -> list[dict[str, object]]:
+    """Return the numbers, texts and flags that layers keep as plain attributes."""
+    return [
+        {name: value for name, value in vars(layer).items() if isinstance(value, PLAIN_TYPES)}
+        for layer in module.modules()
+    ]
+
+
+def _check_gradients(module: nn.Module, inputs: Tensor) -> None:
+    """Refuse networks that compute another gradient if weights are passed in from outside.
+
+    Raises:
+        ModelError: If the backward pass fails, or its gradients depend on more than a pass does.
+    """
+    gradients = []
+    for is_given in (False, True):
+        trained = copy.deepcopy(module).train()
+        weights: dict[str, Tensor] = {}
+        for name, value in trained.named_parameters():
+            if not value.requires_grad:
+                continue
+            if is_given:  # weights other than the network's own
+                weights[name] = (value.detach() * OTHER_WEIGHTS).requires_grad_()
+            else:
+                with torch.no_grad():
+                    weights[name] = value.mul_(OTHER_WEIGHTS)
+        torch.default_generator.manual_seed(int(is_given))  # leaves the user's GPUs alone
+        try:
+            with KeyedDropout(trial_key(inputs.device)):
+                outputs = functional_call(trained, weights if is_given else {}, (inputs.clone(),))
+            loss = outputs.square().sum()
+            found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+        except (RuntimeError, TypeError, ValueError) as error:
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise ModelError(
+                f"the network has no gradient that can be computed here ({reason}). If it uses "
+                "torch.utils.checkpoint, call its layers directly."
+            ) from error
+        gradients.append([torch.zeros(()) if one is None else one.nan_to_num() for one in found])
+    for first, second in zip(*gradients, strict=True):
+        if first.is_sparse or second.is_sparse:
+            raise ModelError(
+                "the network has sparse gradients, which cannot be averaged: remove sparse=True."
+            )
+        scale = 1e-3 * float(first.abs().max()) + 1e-6 if first.numel() else 0.0
+        if not torch.allclose(first, second, rtol=0, atol=scale):
+            raise ModelError(
+                "the network's gradients are not those of its outputs when it is called with given "
+                "weights: torch.utils.checkpoint, for instance, computes layers again without "
+                "keyed dropout. Call them directly."
+            )
 
 
 def _check_parameters(module: nn.Module) -> None:
@@ -156,6 +315,16 @@ def _check_parameters(module: nn.Module) -> None:
         raise ModelError(
             "the network has no parameter with requires_grad=True, so there is nothing to train."
         )
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+            for option, effect in (
+                ("max_norm", "writes to its weights in every pass"),
+                ("sparse", "has sparse gradients, which cannot be averaged"),
+            ):
+                if getattr(layer, option):
+                    raise ModelError(
+                        f"layer '{name}' ({type(layer).__name__}) {effect}: remove {option}."
+                    )
     for name, value in module.named_parameters():
         if not value.is_floating_point():
             raise ModelError(
@@ -170,9 +339,9 @@ def _explain_randomness(module: nn.Module) -> str:
         if getattr(layer, "dropout", 0) and isinstance(layer, nn.RNNBase)
     ]
     return (
-        f"in training mode, {', '.join(layers) or 'a layer'} draws random numbers of its own, or "
-        "counts its calls. Here every random number comes from a keyed stream, so that runs can be "
-        "repeated and resumed exactly. "
+        f"in training mode, {', '.join(layers) or 'a layer'} draws random numbers of its own, "
+        "counts its calls, or keeps something of a call for the next one. Here every random number "
+        "comes from a keyed stream, so that runs can be repeated and resumed exactly. "
         "Use nn.Dropout and its like, or Tensor.bernoulli_(p), which do so; recurrent layers need "
         "dropout=0, with an nn.Dropout between them."
     )
@@ -237,8 +406,8 @@ def supports_channels_last(
     return True
 
 
-def _find_head(module: nn.Module, inputs: Tensor, num_classes: int) -> str | None:
-    """Return the name of the linear layer whose outputs are the network's, if there is one.
+def _find_head(module: nn.Module, inputs: Tensor, num_classes: int) -> tuple[Tensor, str | None]:
+    """Run a network; return its outputs, and the linear layer that makes them, if there is one.
 
     It must be a trainable nn.Linear, or a subclass that computes the same, that is called once with
     one input and shares its weights with no other layer.
@@ -264,8 +433,8 @@ def _find_head(module: nn.Module, inputs: Tensor, num_classes: int) -> str | Non
         is_unshared = sum(value is weights[0] for _, value in parameters) == 1
         is_called_once = [key for key, _ in calls].count(name) == 1
         if output is outputs and is_unshared and is_called_once:
-            return name
-    return None
+            return outputs, name
+    return outputs, None
 
 
 def _is_linear(layer: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> bool:
@@ -289,11 +458,13 @@ def _try_forward(module: nn.Module, inputs: Tensor, num_classes: int) -> Tensor:
     shape = tuple(inputs.shape)
     try:
         outputs = module(inputs)
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except Exception as error:  # whatever a user's network raises
         has_tokens = any(
             isinstance(layer, nn.Embedding | nn.EmbeddingBag) for layer in module.modules()
         )
-        reason = f"{error}. {TOKENS_HINT}" if has_tokens else str(error)
+        reason = str(error) or type(error).__name__
+        if has_tokens and not hasattr(module, "forward_embedded"):
+            reason = f"{reason}. {TOKENS_HINT}"
         raise ModelError(f"the network does not take inputs of shape {shape}: {reason}") from error
     expected = (shape[0], num_classes)
     if isinstance(outputs, Tensor):

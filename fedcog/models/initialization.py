@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fedcog.core.settings import ConfigError
 from fedcog.models.checks import ModelError
 
 Network = nn.Module | Callable[..., nn.Module]
@@ -60,6 +61,10 @@ def make_network(
                 f"{name} cannot be called as {name}({', '.join(arguments)}): {error}. Give a "
                 f"function without arguments, such as model=lambda: {name}(10)."
             ) from error
+        except (ConfigError, ModelError):
+            raise
+        except Exception as error:
+            raise ModelError(f"{name} failed: {type(error).__name__}: {error}.") from error
 
     module = initialize(_build, seed)
     if not isinstance(module, nn.Module):

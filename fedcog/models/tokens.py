@@ -74,7 +74,7 @@ def continuous_shape(module: nn.Module, input_shape: tuple[int, ...]) -> tuple[i
     try:
         with torch.no_grad():
             embedded = module.eval().embed(tokens)  # type: ignore[operator]
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except Exception as error:  # whatever a user's network raises
         raise ModelError(
             f"embed(tokens) fails on int64 tokens of shape {tuple(tokens.shape)}: {error}."
         ) from error
@@ -98,16 +98,23 @@ def embeds_with_dropout(module: nn.Module, input_shape: tuple[int, ...], batch_s
         batch_size: Number of examples in the trial batch.
 
     Raises:
-        ModelError: If `embed` draws random numbers that do not come from keyed streams.
+        ModelError: If `embed` draws random numbers that do not come from keyed streams, or writes
+            to weights.
     """
     tokens = torch.zeros((batch_size, *input_shape), dtype=torch.int64)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         rng_state = torch.random.get_rng_state()
+        copied = copy.deepcopy(module).train()
         with KeyedDropout(trial_key(tokens.device)) as dropout:
-            copy.deepcopy(module).train().embed(tokens)  # type: ignore[operator]
+            copied.embed(tokens)  # type: ignore[operator]
         is_random = not torch.equal(rng_state, torch.random.get_rng_state())
     if is_random:
         raise ModelError("embed(tokens) draws random numbers of its own: use nn.Dropout instead.")
+    for name, value in copied.named_parameters():
+        if not torch.equal(value, module.get_parameter(name)):
+            raise ModelError(
+                f"embed(tokens) writes to parameter '{name}': only training may do so."
+            )
     return bool(dropout.num_calls)
 
 

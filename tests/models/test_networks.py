@@ -1,11 +1,15 @@
 """Tests of networks as pure functions: built-in and user networks, checks, and the head."""
 
+import random
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedcog.algorithms import FedAvg
@@ -166,13 +170,134 @@ class TupleOutput(nn.Module):
         return self.layer(x), x
 
 
+class WithRule(nn.Module):
+    """A network that does something in its forward that no federated network may do."""
+
+    def __init__(self, rule: Callable[["WithRule", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.rule = rule
+        self.kept: Tensor | None = None
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rule(self, self.layer(x))
+
+
+def clamps_weights(net: WithRule, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        net.layer.weight.clamp_(-0.1, 0.1)
+    return y
+
+
+def clamps_weights_in_training(net: WithRule, y: Tensor) -> Tensor:
+    return clamps_weights(net, y) if net.training else y
+
+
+def moves_mean_in_evaluation(net: WithRule, y: Tensor) -> Tensor:
+    net.mean.mul_(0.9).add_(0.1 * y.detach().mean(0))
+    return y - net.mean
+
+
+def normalizes_by_batch_in_evaluation(net: WithRule, y: Tensor) -> Tensor:
+    return nn.functional.batch_norm(y, net.norm.running_mean, net.norm.running_var, training=True)
+
+
+def counts_silently(net: WithRule, y: Tensor) -> Tensor:
+    net.calls += 1
+    return y if net.calls < 9 else y / 2
+
+
+def keeps_weights(net: WithRule, y: Tensor) -> Tensor:
+    if net.kept is None:
+        net.kept = net.layer.weight.detach().sum(1)
+    return y + net.kept
+
+
+def draws_with_python(net: WithRule, y: Tensor) -> Tensor:
+    return y if random.random() < 2 else y / 2
+
+
+def draws_with_numpy(net: WithRule, y: Tensor) -> Tensor:
+    return y if np.random.rand() < 2 else y / 2
+
+
+def checkpoints_dropout(net: WithRule, y: Tensor) -> Tensor:
+    return checkpoint(  # type: ignore[no-any-return]
+        lambda h: nn.functional.dropout(h.tanh(), 0.5, net.training), y, use_reentrant=False
+    )
+
+
+def checkpoints_a_layer(net: WithRule, y: Tensor) -> Tensor:
+    rule = lambda h: h + h.sum(1, keepdim=True) * net.layer.bias  # noqa: E731
+    return checkpoint(rule, y, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def fails_backward(net: WithRule, y: Tensor) -> Tensor:
+    return nn.functional.dropout(y.sigmoid(), 0.5, net.training).exp().mul_(2)
+
+
+def raises_something(net: WithRule, y: Tensor) -> Tensor:
+    raise KeyError("lost")
+
+
+@pytest.mark.parametrize(
+    ("rule", "reason"),
+    [
+        (clamps_weights, "writes to its parameter 'layer.weight'"),
+        (clamps_weights_in_training, "writes to its parameter 'layer.weight'"),
+        (moves_mean_in_evaluation, "'mean' changes in evaluation mode"),
+        (normalizes_by_batch_in_evaluation, "'norm.running_mean' changes in evaluation mode"),
+        (counts_silently, "counts its calls"),
+        (keeps_weights, "keeps something of a call"),
+        (draws_with_python, "draws random numbers"),
+        (draws_with_numpy, "draws random numbers"),
+        (checkpoints_dropout, "torch.utils.checkpoint"),
+        (checkpoints_a_layer, "torch.utils.checkpoint"),
+        (fails_backward, "no gradient that can be computed here"),
+        (raises_something, "does not take inputs.*lost"),
+    ],
+)
+def test_calls_with_side_effects_are_refused(
+    rule: Callable[[WithRule, Tensor], Tensor], reason: str
+) -> None:
+    network = WithRule(rule)
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    with pytest.raises(ModelError, match=reason):
+        Model(network, (3,), 4)
+    assert states == (
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+        torch.get_rng_state().tolist(),
+    )
+
+
+def test_what_a_call_leaves_behind_is_allowed_if_no_call_reads_it() -> None:
+    def keeps_logits(net: WithRule, y: Tensor) -> Tensor:
+        net.kept = y.detach()
+        net.calls = len(y)
+        return y
+
+    Model(WithRule(keeps_logits), (3,), 4)
+
+
+@pytest.mark.parametrize(("option", "value"), [("max_norm", 1.0), ("sparse", True)])
+def test_embeddings_that_cannot_be_averaged_are_refused(option: str, value: object) -> None:
+    network = nn.Sequential(nn.Linear(3, 4))
+    network.add_module("words", nn.Embedding(5, 4, **{option: value}))  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match=rf"'words' \(Embedding\).*remove {option}"):
+        Model(network, (3,), 4)
+
+
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
         (OwnNoise(), "in training mode, a layer draws random numbers of its own"),
         (OwnGenerator(True), "in training mode, a layer draws random numbers of its own"),
         (OwnGenerator(False), "draws random numbers in evaluation mode"),
-        (CountsCalls(), "or counts its calls"),
+        (CountsCalls(), "counts its calls"),
         (RecurrentDropout(), r"'lstm' \(LSTM\) draws random numbers.*between them"),
         (DropoutInEvaluation(), "draws random numbers in evaluation mode"),
         (TupleOutput(), "gave tuple"),

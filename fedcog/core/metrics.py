@@ -24,8 +24,10 @@ METRICS: dict[str, str] = {
 MetricFunction = Callable[[Tensor, Tensor], float | Tensor]
 """A metric of your own: a function of logits `(N, C)` and labels that returns one number."""
 
-TAKEN_PREFIXES = ("accuracy", "o_f1", "personal_", "clients", "num_clients")
-"""Beginnings of the names of other scores on the clients' test examples."""
+TAKEN_NAMES = {*METRICS, "clients", "num_clients", "ids", "examples"}
+"""Names of other scores, and of lists, on the clients' test examples."""
+TAKEN_PREFIXES = ("accuracy", "o_f1", "personal_")
+"""Beginnings of such names."""
 
 MetricFunctions = Mapping[str, MetricFunction]
 
@@ -86,9 +88,9 @@ def check_functions(functions: MetricFunctions) -> list[str]:
     """
     faults = []
     for name, function in functions.items():
-        if not re.fullmatch(r"[A-Za-z]\w{0,63}", name):
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z]\w{0,63}", name):
             faults.append(f"metric {name!r} is no valid name: use letters, digits and underscores.")
-        elif name in METRICS or name.startswith(TAKEN_PREFIXES):
+        elif name in TAKEN_NAMES or name.startswith(TAKEN_PREFIXES):
             faults.append(f"metric '{name}' is taken: choose another name.")
         if not callable(function):
             faults.append(
@@ -136,7 +138,9 @@ def calibration_stats(logits: Tensor, labels: Tensor) -> Tensor:
     """
     confidence, predicted = logits.double().softmax(-1).max(-1)
     bins = (confidence * NUM_CALIBRATION_BINS).ceil().long() - 1
-    one_hot = torch.nn.functional.one_hot(bins.clamp(min=0), NUM_CALIBRATION_BINS)
+    one_hot = torch.nn.functional.one_hot(
+        bins.clamp(0, NUM_CALIBRATION_BINS - 1), NUM_CALIBRATION_BINS
+    )
     values = torch.stack([torch.ones_like(confidence), confidence, (predicted == labels).double()])
     return values.T[:, :, None] * one_hot[:, None, :]
 
@@ -158,21 +162,23 @@ def evaluate_functions(functions: MetricFunctions, logits: Tensor, labels: Tenso
     """Compute a user's metrics.
 
     Args:
-        functions: Metric functions by name.
+        functions: Metric functions by name. They get copies, so they may write to them.
         logits: `(N, C)`.
         labels: `(N,)`, or `(N, C)` booleans if multi-label.
 
     Returns:
-        0-d tensors by name, float64, in host memory.
+        0-d tensors by name, float64, in host memory. All are NaN if logits are not finite.
 
     Raises:
         RuntimeError: If a function fails.
         TypeError: If a function does not return one number.
     """
+    if functions and not bool(logits.isfinite().all()):
+        return {name: torch.tensor(math.nan, dtype=torch.float64) for name in functions}
     found: Params = {}
     for name, function in functions.items():
         try:
-            result = function(logits, labels)
+            result = function(logits.clone(), labels.clone())
         except Exception as error:
             raise RuntimeError(
                 f"metric '{name}' failed: {type(error).__name__}: {error}."

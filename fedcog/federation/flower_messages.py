@@ -35,7 +35,7 @@ from fedcog.engine.aggregation import (
     read_array,
 )
 from fedcog.engine.cohort_results import CohortResult
-from fedcog.federation.backend import ClientEvaluation
+from fedcog.federation.backend import ClientEvaluation, NoAnswer
 from fedcog.federation.simulator import Simulator
 
 QUERY = "query"
@@ -258,6 +258,8 @@ COUNT_BOUNDS = {
     "count": 1.0,
 }
 """Bounds of the parts of a masked evaluation."""
+MIN_SUMMED = 3
+"""Smallest number of clients whose masked scores are used."""
 
 
 def masked_counts(evaluation: ClientEvaluation, task: Task) -> State:
@@ -292,7 +294,16 @@ def summed_evaluation(total: State, client_ids: list[int]) -> ClientEvaluation:
 
     Returns:
         The evaluation.
+
+    Raises:
+        NoAnswer: If so few clients have test examples that sums show the scores of single ones.
     """
+    num_summed = int(total["count"].round())
+    if num_summed < MIN_SUMMED:
+        raise NoAnswer(
+            f"{num_summed} of them have test examples, and a sum over fewer than {MIN_SUMMED} "
+            "shows scores of single clients."
+        )
     counts = {name: total[name] for name in ("class_counts", "num_examples", "class_stats")}
     counts = tree.apply(lambda value: value.round().long()[None], counts)
     calibration = total.get("calibration")
@@ -306,7 +317,7 @@ def summed_evaluation(total: State, client_ids: list[int]) -> ClientEvaluation:
             name: (float(score), float(total["squares"][name]))
             for name, score in total["scores"].items()
         },
-        num_summed=int(total["count"].round()),
+        num_summed=num_summed,
     )
 
 

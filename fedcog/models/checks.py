@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fedcog.core.tree import Params
 from fedcog.models.ops.dropout import KeyedDropout
 from fedcog.models.ops.keyed_random import trial_key
 
@@ -166,6 +167,25 @@ def _try_pass(module: nn.Module, inputs: Tensor, num_classes: int, training: boo
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return itertools.chain(module.named_parameters(), module.named_buffers())
+
+
+def all_tensors(module: nn.Module) -> Params:
+    """Return parameters, buffers and plain tensor attributes by name, but none without a shape."""
+    tensors = dict(_named_tensors(module))
+    for layer_name, layer in module.named_modules():
+        for name, value in vars(layer).items():
+            if isinstance(value, Tensor):
+                tensors[f"{layer_name}.{name}".lstrip(".")] = value
+    lazy = nn.UninitializedParameter | nn.UninitializedBuffer
+    return {name: value for name, value in tensors.items() if not isinstance(value, lazy)}
+
+
+def have_equal_values(first: Params, second: Params) -> bool:
+    """Whether two dicts hold equal tensors by the same names; NaN equals NaN."""
+    return first.keys() == second.keys() and all(
+        value.dtype == second[name].dtype and _equal(value, second[name])
+        for name, value in first.items()
+    )
 
 
 def _random_states() -> tuple[object, ...]:

@@ -16,9 +16,11 @@ from fedcog.core.tree import Params
 from fedcog.models.checks import (
     CheckedNetwork,
     ModelError,
+    all_tensors,
     check_trainable,
     check_usable,
     copy_network,
+    have_equal_values,
     supports_channels_last,
 )
 from fedcog.models.ops.dropout import KeyedDropout
@@ -56,6 +58,7 @@ class Model:
 
     Attributes:
         params: Trainable parameters by name.
+        constants: Frozen weights, constant buffers and plain tensor attributes by name.
         buffers: Floating buffers that training changes by other means than gradients: BatchNorm's
             running statistics.
         head: Name of the linear layer whose outputs are the logits; None if there is none. Features
@@ -120,6 +123,11 @@ class Model:
             name: value.contiguous()
             for name, value in sorted(module.named_buffers())
             if name in checked.buffer_names
+        }
+        self.constants = {
+            name: value
+            for name, value in all_tensors(module).items()
+            if name not in self.params and name not in self.buffers
         }
         self._train = copy.deepcopy(module).requires_grad_(False).train()
         self._eval = copy.deepcopy(module).requires_grad_(False).eval()
@@ -426,12 +434,7 @@ class Model:
         Returns:
             True if clients of both can train in one stack, which shares what is not trained.
         """
-        varying = {*self.params, *self.buffers}
-        mine = self._train.state_dict()
-        theirs = other._train.state_dict()
-        return all(
-            torch.equal(value, theirs[name]) for name, value in mine.items() if name not in varying
-        )
+        return have_equal_values(self.constants, other.constants)
 
     @property
     def vmappable(self) -> "Model":

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fedcog.core.settings import ConfigError
-from fedcog.models.checks import ModelError
+from fedcog.models.checks import ModelError, all_tensors, have_equal_values
 
 Network = nn.Module | Callable[..., nn.Module]
 """A user's network: an instance, or a class or function that builds one."""
@@ -69,7 +69,7 @@ def make_network(
     module = initialize(_build, seed)
     if not isinstance(module, nn.Module):
         raise ModelError(f"{name} returned {type(module).__name__}, which is no nn.Module.")
-    if not _equal_weights(module, initialize(_build, seed)):
+    if not have_equal_values(all_tensors(module), all_tensors(initialize(_build, seed))):
         raise ModelError(
             f"{name} gives other weights when it is called again with the same seed, so runs could "
             "not be repeated: draw initial weights with torch only, from its default generator."
@@ -84,12 +84,3 @@ def _arguments(network: Callable[..., Any], known: dict[str, Any]) -> dict[str, 
     except (TypeError, ValueError):  # some classes of C extensions have no signature
         return {}
     return {name: value for name, value in known.items() if name in parameters}
-
-
-def _equal_weights(first: nn.Module, second: nn.Module) -> bool:
-    tensors = second.state_dict()
-    return all(
-        isinstance(value, nn.UninitializedParameter)
-        or torch.equal(value.nan_to_num(), tensors[name].nan_to_num())
-        for name, value in first.state_dict().items()
-    )

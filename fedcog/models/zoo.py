@@ -3,9 +3,11 @@
 To add a network, write a function that builds it, and an entry in `MODELS`.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
 from fedcog.models.checks import ModelError
@@ -165,7 +167,21 @@ def build(name: str, input_shape: tuple[int, ...], num_classes: int, seed: int) 
     try:
         return initialize(lambda: MODELS[name](input_shape, num_classes), seed)
     except (RuntimeError, ValueError) as error:
+        reason = str(error)
+        if len(input_shape) != 3 and name != "mlp":
+            reason = "it takes images, (C, H, W)"
         raise ModelError(
-            f"model '{name}' cannot be built for inputs of shape {input_shape}: {error}. "
-            f"Choose another: {', '.join(other for other in MODELS if other != name)}."
+            f"model '{name}' cannot be built for inputs of shape {input_shape}: {reason}. "
+            f"Choose another: {', '.join(_fitting(input_shape, num_classes)) or 'your own'}."
         ) from error
+
+
+def _fitting(input_shape: tuple[int, ...], num_classes: int) -> list[str]:
+    """Return the names of the networks that can be built for inputs of this shape."""
+    names = []
+    networks = MODELS if len(input_shape) == 3 else {"mlp": mlp}
+    for name, build_network in networks.items():
+        with contextlib.suppress(RuntimeError, ValueError), torch.device("meta"):
+            build_network(input_shape, num_classes)
+            names.append(name)
+    return names

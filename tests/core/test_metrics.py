@@ -71,9 +71,36 @@ def test_own_metrics_must_return_one_number() -> None:
         metrics.evaluate_functions({"rows": lambda logits, labels: logits}, logits, labels)
 
 
+@pytest.mark.parametrize("name", ["ids", "examples", "clients", "accuracy_worst", "ece"])
+def test_names_of_recorded_values_are_taken(name: str) -> None:
+    (fault,) = metrics.check_functions({name: len})  # type: ignore[dict-item]
+    assert fault == f"metric '{name}' is taken: choose another name."
+
+
 def test_names_of_own_metrics_are_checked() -> None:
     faults = metrics.check_functions({"a b": abs, "ece": abs, "fine": abs, "odd": 3})  # type: ignore[dict-item]
     assert len(faults) == 3
     assert (
         "no valid name" in faults[0] and "is taken" in faults[1] and "give a function" in faults[2]
     )
+
+
+def test_metrics_that_write_to_their_arguments_change_nothing_else() -> None:
+    def spoil(logits: torch.Tensor, labels: torch.Tensor) -> float:
+        logits.zero_()
+        labels.zero_()
+        return 0.0
+
+    logits, labels = torch.ones(2, 3), torch.ones(2)
+    functions = {"spoil": spoil, "total": lambda logits, labels: logits.sum() + labels.sum()}
+    assert float(metrics.evaluate_functions(functions, logits, labels)["total"]) == 8
+    assert logits.sum() == 6 and labels.sum() == 2
+
+
+def test_metrics_of_logits_that_are_not_finite_are_nan() -> None:
+    logits = torch.tensor([[math.nan, 0.0], [math.inf, 0.0], [1.0, 0.0]])
+    labels = torch.zeros(3, dtype=torch.int64)
+    found = metrics.evaluate_functions({"never": lambda logits, labels: 1 / 0}, logits, labels)
+    assert math.isnan(float(found["never"]))
+    stats = metrics.calibration_stats(logits, labels)
+    assert stats[:, 0].sum() == 3, "each example is in one bin"

@@ -17,12 +17,15 @@ flower_engine.skip_without_ray()
 from flwr.app import Message, RecordDict
 
 import fedcog
+from fedcog.core import tree
 from fedcog.core.tasks import make_task
+from fedcog.data.datasets import DataWarning
 from fedcog.engine.aggregation import InvalidPayload
 from fedcog.federation import flower_messages
-from fedcog.federation.backend import ClientEvaluation
+from fedcog.federation.backend import ClientEvaluation, NoAnswer
 from fedcog.runs.config.composition import make_algorithm
 from fedcog.runs.config.experiment import Experiment
+from fedcog.runs.setup import ExperimentSetup, UserObjects
 
 SMALL = Experiment(
     algorithm=make_algorithm("fedavg+ditto", {}),
@@ -124,3 +127,21 @@ def test_masked_counts_add_up() -> None:
     empty = flower_messages.masked_counts(nothing, task)
     assert float(first["count"]) == 1 and float(first["scores"]["global"]) == pytest.approx(0.8)
     assert float(empty["count"]) == 0 and float(empty["scores"]["global"]) == 0
+
+
+def test_sums_over_too_few_clients_with_test_examples_are_not_used() -> None:
+    task = make_task(2, multi_label=False)
+    one = flower_messages.masked_counts(evaluation(), task)
+
+    def total(number: int) -> Any:
+        return tree.apply(lambda value: value.double() * number, one)
+
+    assert flower_messages.summed_evaluation(total(3), [0, 1, 2, 3]).num_summed == 3
+    with pytest.raises(NoAnswer, match="2 of them have test examples"):
+        flower_messages.summed_evaluation(total(2), [0, 1, 2, 3])
+
+
+def test_own_metrics_are_said_to_be_unknown_to_nodes() -> None:
+    remote = replace(SMALL, backend="flower")
+    with pytest.warns(DataWarning, match="on the server's test set only"):
+        ExperimentSetup(remote, UserObjects(metrics={"zero": lambda logits, labels: 0.0}))

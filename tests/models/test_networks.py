@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fedcog.algorithms import FedAvg
 from fedcog.models.checks import ModelError
 from fedcog.models.functional import Model
+from fedcog.models.initialization import initialize
 from fedcog.models.zoo import build
 from fedcog.runs.pretrained import load_pretrained
 from fedcog.testing import (
@@ -371,7 +372,7 @@ def test_dropout_with_zero_probability_is_allowed() -> None:
 
 
 def test_network_too_large_for_the_images_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"too small.*Choose another: cnn"):
+    with pytest.raises(ModelError, match=r"too small.*Choose another: small"):
         build("cnn", (1, 8, 8), 4, seed=0)
 
 
@@ -598,3 +599,36 @@ def test_multi_label_resnet18_loop_and_graph_agree(name: str) -> None:
     )
     graph_state = {key: value.cpu() for key, value in graph_run.final_state().items()}
     assert max_difference(loop_run.final_state(), graph_state) < 1e-5
+
+
+class PlainTensor(nn.Module):
+    """A network with constants of its seed that no state dict holds."""
+
+    def __init__(self, is_buffer: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        scale = torch.rand(4)
+        if is_buffer:
+            self.register_buffer("scale", scale, persistent=False)
+        else:
+            self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale
+
+
+@pytest.mark.parametrize("is_buffer", [False, True])
+def test_networks_with_other_constants_are_not_stacked(is_buffer: bool) -> None:
+    models = []
+    for seed in (0, 1, 0):
+        module = initialize(lambda: PlainTensor(is_buffer), seed)
+        models.append(Model(module, (3,), 4))
+    assert models[0].has_same_constants(models[2])
+    assert not models[0].has_same_constants(models[1])
+
+
+def test_unfit_networks_are_refused_with_those_that_fit() -> None:
+    with pytest.raises(ModelError, match=r"\(6,\): it takes images.* Choose another: mlp\."):
+        build("small", (6,), 3, 0)
+    with pytest.raises(ModelError, match=r"Choose another: .*resnet18, resnet18-gn"):
+        build("cnn", (1, 4, 4), 3, 0)

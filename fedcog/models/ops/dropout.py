@@ -198,7 +198,10 @@ def _attention(
         scores = scores.masked_fill(~attn_mask, -math.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask
-    return _dropout(mode, scores.softmax(-1), dropout_p) @ value
+    # A query that may attend to nothing has weights of 0, as in torch.
+    is_masked = (scores == -math.inf).all(-1, keepdim=True)
+    weights = scores.masked_fill(is_masked, 0).softmax(-1).masked_fill(is_masked, 0)
+    return _dropout(mode, weights, dropout_p) @ value
 
 
 def _multi_head_attention(mode: KeyedDropout, *args: Any, **kwargs: Any) -> Any:

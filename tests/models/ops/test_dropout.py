@@ -119,10 +119,13 @@ def test_attention_without_dropout_equals_torch() -> None:
     query, key, value = (torch.randn(2, 3, 5, 4, generator=generator) for _ in range(3))
     mask = torch.rand(5, 5, generator=generator) > 0.3
     mask |= torch.eye(5, dtype=torch.bool)
+    nothing = mask & (torch.arange(5) != 2)[:, None]  # query 2 may attend to nothing
     for options in (
         {},
         {"is_causal": True},
         {"attn_mask": mask},
+        {"attn_mask": nothing},
+        {"attn_mask": torch.zeros(5, 5).masked_fill(~nothing, -torch.inf)},
         {"attn_mask": torch.randn(5, 5, generator=generator), "scale": 0.3},
     ):
         expected = F.scaled_dot_product_attention(query, key, value, **options)

@@ -149,6 +149,8 @@ class Dataset:
             )
         if not self.classes:
             yield "classes is empty: name every class"
+        elif len(self.classes) == 1 and not self.multi_label:
+            yield f"there is one class, {self.classes[0]!r}, and nothing to tell apart: give two"
         if duplicates := sorted({name for name in self.classes if self.classes.count(name) > 1}):
             yield f"classes names {duplicates[0]!r} twice: give every class a unique name"
         if train.dtype == torch.uint8 and train.dim() != 4:
@@ -472,7 +474,9 @@ def _array_to_inputs(name: str, values: Any) -> Tensor:
             )
         array = array.transpose(0, 3, 1, 2)
     if array.dtype.kind in "ui" and array.dtype != np.uint8:
-        array = array.astype(np.int64)
+        return _to_integers(name, array)
+    if array.dtype.kind == "f" and array.dtype.itemsize > 8:
+        array = array.astype(np.float64)
     return torch.from_numpy(np.require(array, array.dtype.newbyteorder("="), ["C", "W"]))
 
 
@@ -482,7 +486,10 @@ def _to_integers(name: str, values: npt.NDArray[Any]) -> Tensor:
             f"{name} holds {values.dtype}: give integers (the argmax of one-hot rows), "
             "or rows of True and False if an example may have several labels"
         )
-    return torch.from_numpy(values.astype(np.int64))
+    integers = values.astype(np.int64)
+    if values.dtype == np.uint64 and integers.size and int(integers.min()) < 0:
+        raise DataError(f"{name} holds {int(values.max())}, which no int64 can: number from 0")
+    return torch.from_numpy(integers)
 
 
 def _label_sets_to_rows(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import struct
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,12 +14,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedcog.data.datasets import DataError, Dataset, from_arrays
+from fedcog.data.datasets import DataError, Dataset, DataWarning, from_arrays
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PillowImage
 
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp"}
+IMAGE_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP")
+"""Formats that are decoded, whatever a file is called: others may start programs."""
 MAX_IMAGE_PIXELS = 1 << 26
 """Largest image that is decoded, in pixels."""
 MAX_TOTAL_BYTES = 1 << 31
@@ -72,6 +76,11 @@ def from_folder(
         DataError: If a folder or an image cannot be read, or there are too few images.
     """
     folders = _split_folders(Path(train)) if test is None else [Path(train), Path(test)]
+    if len(folders) == 2 and folders[1].resolve().parent == folders[0].resolve():
+        raise DataError(
+            f"{folders[1]} lies in {folders[0]}, where it would be a class: give the folder of the "
+            "training images, or only the folder of both."
+        )
     if classes is None:
         classes = sorted({name for folder in folders for name in _class_names(folder)})
     if len(folders) == 1:
@@ -80,13 +89,16 @@ def from_folder(
         splits = [_labeled_files(folder, classes) for folder in folders]
     if not all(splits):
         hint = ""
-        if len(folders) == 1:
+        if any(file.suffix.lower() in IMAGE_SUFFIXES for file in folders[0].iterdir()):
+            hint = ": images lie in it directly, so move them to a folder named after their class"
+        elif len(folders) == 1:
             hint = (
                 f": give at least {TEST_STRIDE} per class, "
                 f"because every {TEST_STRIDE}th is for testing"
             )
         empty = folders[-1] if splits[0] else folders[0]
         raise DataError(f"{empty} holds too few images in folders of classes{hint}.")
+    _warn_about_empty(classes, folders, {name for split in splits for _, name in split})
     x = read_images([file for split in splits for file, _ in split], size)
     labels = [[name for _, name in split] for split in splits]
     num_train = len(splits[0])
@@ -109,6 +121,11 @@ def _split_folders(folder: Path) -> list[Path]:
     """
     names = {name.lower(): folder / name for name in _class_names(folder)}
     train = next((names[name] for name in TRAIN_NAMES if name in names), None)
+    if train is None and names and not names.keys() - TEST_NAMES:
+        raise DataError(
+            f"{folder} holds {' and '.join(sorted(names))} and no training images: add a folder "
+            "'train', or give the folder of the classes."
+        )
     if train is None or not _class_names(train):
         return [folder]
     others = sorted(names.keys() - {*TRAIN_NAMES, *TEST_NAMES})
@@ -119,6 +136,17 @@ def _split_folders(folder: Path) -> list[Path]:
         )
     test = next((names[name] for name in TEST_NAMES if name in names), None)
     return [train] if test is None else [train, test]
+
+
+def _warn_about_empty(classes: Sequence[str], folders: Sequence[Path], found: set[str]) -> None:
+    """Name classes without images: they may be misspelled, or held by other clients."""
+    others = {name for folder in folders for name in _class_names(folder)} - set(classes)
+    for name in classes:
+        if name not in found:
+            close = difflib.get_close_matches(name, sorted(others), 1)
+            hint = f" Did you mean '{close[0]}'?" if close else ""
+            text = f"class '{name}' has no images in {folders[0]}.{hint}"
+            warnings.warn(text, DataWarning, stacklevel=3)
 
 
 def _labeled_files(folder: Path, classes: Sequence[str]) -> list[LabeledFile]:
@@ -182,7 +210,10 @@ def read_images(files: Sequence[Path], size: int | tuple[int, int] | None = None
     from PIL import Image  # slow to import
 
     target = (size, size) if isinstance(size, int) else size
-    if target is not None and min(target) < 1:
+    if target is not None and (
+        len(target) != 2
+        or not all(isinstance(side, int | np.integer) and side > 0 for side in target)
+    ):
         raise DataError(f"size is {size}: give a height and a width of 1 or more.")
     channels, height, width = _check_headers(files, target)
     if len(files) * channels * height * width > MAX_TOTAL_BYTES:
@@ -193,7 +224,7 @@ def read_images(files: Sequence[Path], size: int | tuple[int, int] | None = None
     pixels = np.empty((len(files), channels, height, width), np.uint8)
     for index, file in enumerate(files):
         try:
-            with Image.open(file) as image:
+            with Image.open(file, formats=IMAGE_FORMATS) as image:
                 pixels[index] = to_pixels(image, channels, (height, width))
         except decoding_errors() as error:
             raise DataError(f"{file} is not a readable image: {error}.") from error
@@ -273,7 +304,7 @@ def _check_headers(files: Sequence[Path], target: tuple[int, int] | None) -> Ima
     shape = target
     for file in files:
         try:
-            with Image.open(file) as image:
+            with Image.open(file, formats=IMAGE_FORMATS) as image:
                 width, height = image.size
                 mode = image.mode
                 check_image(str(file), image)

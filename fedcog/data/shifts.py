@@ -51,6 +51,10 @@ def apply_shift(
         )
     if label_noise and dataset.multi_label:
         raise PartitionError("label noise is for examples of one label each: set --label-noise 0.")
+    if shift != "none" and dataset.train_x.dtype == torch.int64:
+        raise PartitionError(
+            f"shift '{shift}' changes values, and these examples are tokens: set --shift none."
+        )
     is_image = dataset.train_x.dim() == 4 and dataset.train_x.dtype == torch.uint8
     if shift in ("rotation", "colour") and not is_image:
         raise PartitionError(

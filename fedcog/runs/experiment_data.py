@@ -14,14 +14,15 @@ from fedcog.data import DATASETS, Dataset, FederatedData, shifts
 from fedcog.data.client_batches import Augmentation
 from fedcog.data.datasets import DataWarning
 from fedcog.data.partitions import schemes
-from fedcog.data.partitions.base import PartitionConfig
 from fedcog.data.sources import locations
 from fedcog.data.sources.client_indices import read_client_indices
 from fedcog.models.ops.keyed_random import KeyedRandom, trial_key
-from fedcog.runs.config.experiment import DEFAULT_CLIENTS, DEFAULT_PARTITION, Experiment
-
-DEFAULT_MIN_EXAMPLES = PartitionConfig(1).min_examples
-
+from fedcog.runs.config.experiment import (
+    DEFAULT_CLIENTS,
+    DEFAULT_MIN_EXAMPLES,
+    DEFAULT_PARTITION,
+    Experiment,
+)
 
 DATA_SETTINGS = (
     "dataset",
@@ -102,7 +103,10 @@ def resolve_clients(experiment: Experiment, dataset: Dataset) -> Experiment:
     partition = experiment.partition
     if partition == "auto":
         partition = _implied_partition(dataset)
-    changes: dict[str, Any] = {"partition": partition}
+    changes: dict[str, Any] = {
+        "partition": partition,
+        "min_examples": experiment.min_examples or DEFAULT_MIN_EXAMPLES,
+    }
     if partition == "given" and dataset.indices is not None:
         changes["clients"] = len(dataset.indices)
         if experiment.clients not in (0, len(dataset.indices)):
@@ -114,10 +118,9 @@ def resolve_clients(experiment: Experiment, dataset: Dataset) -> Experiment:
             )
     elif not experiment.clients and partition == "natural" and dataset.users is not None:
         sizes = np.unique(dataset.users.numpy(), return_counts=True)[1]
-        if experiment.min_examples == DEFAULT_MIN_EXAMPLES:  # all users, however few examples
+        if not experiment.min_examples:  # all users, however few examples
             changes["min_examples"] = min(DEFAULT_MIN_EXAMPLES, int(sizes.min()))
-        min_examples = int(changes.get("min_examples", experiment.min_examples))
-        changes["clients"] = max(1, int((sizes >= min_examples).sum()))
+        changes["clients"] = max(1, int((sizes >= changes["min_examples"]).sum()))
     elif not experiment.clients:
         changes["clients"] = DEFAULT_CLIENTS
     if all(getattr(experiment, name) == value for name, value in changes.items()):
@@ -144,7 +147,12 @@ def resolve_before_loading(experiment: Experiment) -> Experiment:
     partition = experiment.partition
     if partition == "auto":
         partition = DEFAULT_PARTITION
-    return dataclasses.replace(experiment, partition=partition, clients=experiment.num_clients)
+    return dataclasses.replace(
+        experiment,
+        partition=partition,
+        clients=experiment.num_clients,
+        min_examples=experiment.min_examples or DEFAULT_MIN_EXAMPLES,
+    )
 
 
 def check_augmentation(augmentation: Augmentation, data: FederatedData) -> None:
@@ -236,16 +244,27 @@ def split_dataset(experiment: Experiment, dataset: Dataset) -> list[Tensor]:
         partition_seed(experiment),
     )
     if experiment.partition == "natural" and users is not None:
-        num_users = len(np.unique(users))
-        if num_users > len(parts):
-            warnings.warn(
-                f"{num_users - len(parts)} of {num_users} users are left out: --clients is "
-                f"{len(parts)} and --min-examples {experiment.min_examples}. Set --clients 0 for "
-                "all users.",
-                DataWarning,
-                stacklevel=2,
-            )
+        _warn_about_users(experiment, users)
     return [torch.from_numpy(part) for part in parts]
+
+
+def _warn_about_users(experiment: Experiment, users: np.ndarray) -> None:
+    """Say how many users are no clients, and why."""
+    sizes = np.unique(users, return_counts=True)[1]
+    num_eligible = int((sizes >= experiment.min_examples).sum())
+    reasons = []
+    if num_eligible < len(sizes):
+        reasons.append(
+            f"{len(sizes) - num_eligible} of {len(sizes)} users are left out, which have fewer "
+            f"than {experiment.min_examples} training examples: lower --min-examples."
+        )
+    if experiment.clients < num_eligible:
+        reasons.append(
+            f"{num_eligible - experiment.clients} of {len(sizes)} users are left out, because "
+            f"--clients is {experiment.clients}: set --clients 0 for all."
+        )
+    for reason in reasons:
+        warnings.warn(reason, DataWarning, stacklevel=3)
 
 
 def apply_shifts(experiment: Experiment, dataset: Dataset, indices: list[Tensor]) -> Dataset:

@@ -11,6 +11,7 @@ from PIL import Image
 
 from fedcog import from_folder
 from fedcog.data import DataError
+from fedcog.data.datasets import DataWarning
 
 
 def write_image(file: Path, value: int, *, mode: str = "L", size: tuple[int, int] = (6, 5)) -> Path:
@@ -80,7 +81,8 @@ def test_images_are_converted_to_one_size_and_mode(tmp_path: Path) -> None:
 )
 def test_every_eight_bit_mode_is_read(tmp_path: Path, mode: str, channels: int) -> None:
     for number in range(5):
-        write_image(tmp_path / "one" / f"{number}.png", 1, mode=mode)
+        for name in ("one", "two"):
+            write_image(tmp_path / name / f"{number}.png", 1, mode=mode)
     assert from_folder(tmp_path).input_shape == (channels, 5, 6)
 
 
@@ -140,6 +142,42 @@ def test_missing_small_and_oversized_folders_are_refused(
         from_folder(write_folders(tmp_path / "few", 4))
     with pytest.raises(DataError, match="size is 0: give a height and a width"):
         from_folder(write_folders(tmp_path / "all"), size=0)
+    with pytest.raises(DataError, match="size is a: give a height and a width"):
+        from_folder(tmp_path / "all", size="a")  # type: ignore[arg-type]
     monkeypatch.setattr("fedcog.data.folders.MAX_TOTAL_BYTES", 5 * 6 * 10 - 1)
     with pytest.raises(DataError, match="10 images of 5x6 are more than 299 bytes"):
         from_folder(tmp_path / "all")
+
+
+def test_folders_that_would_be_misread_are_refused(tmp_path: Path) -> None:
+    write_folders(tmp_path / "only" / "test")
+    with pytest.raises(DataError, match="holds test and no training images"):
+        from_folder(tmp_path / "only")
+    write_folders(tmp_path / "both" / "train")
+    write_folders(tmp_path / "both" / "test")
+    with pytest.raises(DataError, match=r"lies in .*where it would be a class"):
+        from_folder(tmp_path / "both", tmp_path / "both" / "test")
+    for i in range(5):
+        write_image(tmp_path / "one" / "cat" / f"{i}.png", i)
+    with pytest.raises(DataError, match="one class, 'cat', and nothing to tell apart"):
+        from_folder(tmp_path / "one")
+
+
+def test_classes_without_images_are_named(tmp_path: Path) -> None:
+    write_folders(tmp_path)
+    with pytest.warns(DataWarning, match=r"class 'dgo' has no images in .* mean 'dog'\?"):
+        data = from_folder(tmp_path, classes=["cat", "dgo"])
+    assert data.classes == ("cat", "dgo") and data.train_y.unique().tolist() == [0]
+    (tmp_path / "cow").mkdir()
+    with pytest.warns(DataWarning, match="class 'cow' has no images"):
+        assert from_folder(tmp_path).classes == ("cat", "cow", "dog")
+
+
+def test_only_known_formats_are_decoded(tmp_path: Path) -> None:
+    """Pillow would start Ghostscript for PostScript, whatever the file is called."""
+    write_folders(tmp_path)
+    (tmp_path / "cat" / "0.png").write_bytes(
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 6 5\n%%EndComments\nshowpage\n"
+    )
+    with pytest.raises(DataError, match=r"0\.png is not a readable image"):
+        from_folder(tmp_path)

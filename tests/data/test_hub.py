@@ -106,6 +106,22 @@ def test_arrays_of_bytes_are_images(tmp_path: Path) -> None:
     assert torch.equal(data.train_x, torch.from_numpy(pixels))
 
 
+def test_lists_of_lists_of_bytes_are_images(tmp_path: Path) -> None:
+    nested = datasets.Sequence(datasets.Sequence(datasets.Value("uint8")))
+    features = datasets.Features({"pixels": nested, "y": datasets.Value("int64")})
+    rows = {"pixels": [[[1, 2, 3], [4, 5, 6]]] * 2, "y": [0, 1]}
+    table = datasets.Dataset.from_dict(rows, features=features)
+    data = fedcog.load_dataset(save(table, tmp_path / "nested"))
+    assert data.train_x.shape == (2, 1, 2, 3) and data.train_x.dtype == torch.uint8
+
+
+def test_test_split_without_labels_is_refused(tmp_path: Path) -> None:
+    train = datasets.Dataset.from_dict({"x": [[1.0], [2.0]], "y": [0, 1]})
+    splits = datasets.DatasetDict({"train": train, "test": train.remove_columns("y")})
+    with pytest.raises(DataError, match=r"split 'test' of hub:.* has no column 'y'"):
+        fedcog.load_dataset(save(splits, tmp_path / "unlabeled"))
+
+
 @pytest.mark.parametrize(
     ("columns", "options", "reason"),
     [
@@ -114,6 +130,7 @@ def test_arrays_of_bytes_are_images(tmp_path: Path) -> None:
         ({"x": [[1.0], [2.0]], "y": [0, 1]}, {"user_column": "who"}, "no column 'who', but x, y"),
         ({"x": [[1], [2, 3]], "y": [0, 1]}, {}, "no arrays of numbers of one shape"),
         ({"x": [[1.0], [2.0]], "y": [0, None]}, {}, "lacks a label in some row"),
+        ({"x": [[1.0], None], "y": [0, 1]}, {}, "no arrays of numbers of one shape"),
     ],
 )
 def test_unsuitable_tables_are_refused(

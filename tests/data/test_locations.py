@@ -268,3 +268,48 @@ def test_unknown_arrays_and_unusable_users_are_named(tmp_path: Path) -> None:
         fedcog.from_arrays(x[:0], [])
     with pytest.raises(ConfigError, match=r"partition needs a Dataset, not str"):
         fedcog.partition("digits")  # type: ignore[arg-type]
+
+
+def test_unusable_array_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.npz"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("train_x", b"no array")
+    with pytest.raises(DataError, match=r"'train_x' is no array: save the file with np\.savez"):
+        fedcog.load_dataset(str(path))
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("train_x.npy", b"x" * 100)
+    content = bytearray(path.read_bytes())
+    for signature, offset in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        content[content.index(signature) + offset] |= 1  # encrypted
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"cannot be read: .*encrypted.* Save it with np\.savez"):
+        fedcog.load_dataset(str(path))
+    write_arrays(path, classes=np.array("cats"))
+    with pytest.raises(DataError, match="classes is no list of names"):
+        fedcog.load_dataset(str(path))
+
+
+def test_unusual_numbers_are_converted_or_refused() -> None:
+    y = [0, 1] * 5
+    wide = np.arange(20).reshape(10, 2)
+    assert fedcog.from_arrays(wide.astype(np.longdouble), y).train_x.dtype == torch.float32
+    with pytest.raises(DataError, match="holds 18446744073709551615, which no int64 can"):
+        fedcog.from_arrays(wide.astype("f4"), np.array([0, 2**64 - 1] * 5, np.uint64))
+
+
+def test_wrong_options_and_locations_are_explained(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="unknown keyword argument 'image_sise': did you mean"):
+        fedcog.load_dataset("digits", image_sise=3)  # type: ignore[call-arg]
+    with pytest.raises(DataError, match="subset is -3: give 0 or more"):
+        fedcog.load_dataset("digits", subset=-3)
+    (tmp_path / "a.csv").write_text("1,2")
+    assert "a.csv is a file that is not read" in locations.missing_location(f"{tmp_path}/a.csv")
+    (tmp_path / "dataset_info.json").write_text("{}")
+    assert locations.missing_location(str(tmp_path)).endswith(f"datasets: give hub:{tmp_path}.")
+    Image.new("L", (3, 3)).save(tmp_path / "one.png")
+    with pytest.raises(DataError, match="images lie in it directly"):
+        fedcog.load_dataset(str(tmp_path))
+    with pytest.raises(
+        ConfigError, match=r"names no class in the file: add it, --model n\.py:Name"
+    ):
+        Experiment(model="n.py")

@@ -32,6 +32,12 @@ class FixedGenerator(np.random.Generator):
         return self.value
 
 
+def test_tokens_have_no_shift() -> None:
+    tokens = fedcog.from_arrays(np.arange(360).reshape(90, 4) % 7, np.arange(90) % 3)
+    with pytest.raises(PartitionError, match="these examples are tokens: set --shift none"):
+        apply_shift(tokens, SHARES, "noise", 0.5, 0.0, 0)
+
+
 @pytest.mark.parametrize("shift", ["rotation", "noise", "colour"])
 def test_shift_is_reproducible_and_changes_every_client(shift: str) -> None:
     plain = random_images(shape=(3, 8, 8))

@@ -17,10 +17,11 @@ from fedcog.cli.main import main
 from fedcog.core import tree
 from fedcog.core.settings import ConfigError
 from fedcog.data import registry
+from fedcog.data.datasets import DataWarning
 from fedcog.federation.backend import Diverged
 from fedcog.runs.records import summary
 from fedcog.runs.records.run_directory import RecordError, RunDirectory
-from fedcog.runs.setup import ExperimentSetup
+from fedcog.runs.setup import ExperimentSetup, split_dataset
 from tests.support.user_models import USER_MODELS
 
 TINY = Experiment(
@@ -77,6 +78,23 @@ def test_natural_partition_makes_each_user_a_client(tmp_path: Path) -> None:
     fedcog.run(natural, tmp_path / "run", data=blobs(users=users), report=False)
     counts = RunDirectory(tmp_path / "run").tensors("federation.safetensors")[0]["counts"]
     assert sorted(counts.sum(1).tolist()) == [33, 33, 33, 33, 34, 34]
+
+
+def split_natural(data: fedcog.Dataset, **changes: int) -> list[torch.Tensor]:
+    return split_dataset(Experiment(**changes), data)
+
+
+def test_left_out_users_are_counted_with_the_reason() -> None:
+    sizes = [100, 60, 25, 11, 4]
+    data = blobs(users=np.repeat(np.arange(5), sizes))
+    assert len(split_natural(data)) == 5, "all users, however few examples"
+    with pytest.warns(DataWarning, match="1 of 5 users are left out, which have fewer than 10"):
+        assert len(split_natural(data, min_examples=10)) == 4
+    with pytest.warns(
+        DataWarning, match="3 of 5 .* because --clients is 2: set --clients 0"
+    ) as two:
+        assert len(split_natural(data, clients=2, min_examples=1)) == 2
+    assert len(two) == 1
 
 
 def plain_torch_accuracy(model: nn.Module, data: fedcog.Dataset) -> float:

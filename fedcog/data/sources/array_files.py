@@ -46,9 +46,24 @@ def read_arrays(path: Path) -> Arrays:
                 f"{path} holds {num_bytes:,} bytes, more than {MAX_FILE_BYTES:,}: store less in it."
             )
         with np.load(path, allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError, KeyError, MemoryError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path} cannot be read: {error}.") from error
+            arrays = {name: file[name] for name in file.files}
+    except (
+        OSError,
+        ValueError,
+        EOFError,
+        KeyError,
+        MemoryError,
+        RuntimeError,  # an encrypted member
+        NotImplementedError,  # an unknown compression
+        zipfile.BadZipFile,
+    ) as error:
+        raise DataError(
+            f"{path} cannot be read: {str(error).rstrip('.')}. Save it with np.savez."
+        ) from error
+    for name, array in arrays.items():
+        if not isinstance(array, np.ndarray):
+            raise DataError(f"{path}: '{name}' is no array: save the file with np.savez.")
+    return arrays
 
 
 def read_array_file(path: Path) -> Dataset:
@@ -91,6 +106,8 @@ def read_array_file(path: Path) -> Dataset:
         if labels is not None and labels.ndim == 2 and labels.shape[1] == 1:
             found[argument] = labels[:, 0]
     if "classes" in found:
+        if found["classes"].ndim != 1:
+            raise DataError(f"{path}: classes is no list of names: store an array of them.")
         found["classes"] = [str(name) for name in found["classes"].tolist()]
     return from_arrays(
         found.pop("train_x"),

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from fedcog.data.datasets import DataError, Dataset, from_arrays
-from fedcog.data.folders import MAX_TOTAL_BYTES, check_image, decoding_errors, to_pixels
+from fedcog.data.folders import (
+    IMAGE_FORMATS,
+    MAX_TOTAL_BYTES,
+    check_image,
+    decoding_errors,
+    to_pixels,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PillowImage
@@ -69,6 +75,12 @@ def read_hub(name: str, columns: Columns, image_size: int = 0) -> Dataset:
     test_name = next((split for split in TEST_SPLITS if split in splits), None)
     if test_name is not None:
         tables.append(splits[test_name])
+    for column in (chosen.inputs, chosen.labels):
+        if column not in tables[-1].features:
+            raise DataError(
+                f"split '{test_name}' of hub:{name} has no column '{column}', as the training "
+                "split has: remove that split, or name columns that both have."
+            )
     inputs = _read_inputs(name, tables, chosen.inputs, image_size)
     labels = [_read_labels(name, table[chosen.labels], chosen.labels) for table in tables]
     if chosen.users:
@@ -144,13 +156,17 @@ def _only(name: str, role: str, flag: str, found: Sequence[str], features: Any) 
     return found[0]
 
 
+def _element_type(feature: Any) -> str:
+    """Return the type of the elements of an array, or of lists at any depth."""
+    while hasattr(feature, "feature"):
+        feature = feature.feature
+    return str(getattr(feature, "dtype", ""))
+
+
 def _is_array(feature: Any) -> bool:
     """Return whether a column holds arrays or lists, of numbers as far as can be seen."""
     kind = type(feature).__name__
-    inner = getattr(feature, "feature", None)
-    while inner is not None and hasattr(inner, "feature"):
-        inner = inner.feature
-    is_text = getattr(inner, "dtype", "") in ("string", "large_string")
+    is_text = _element_type(feature) in ("string", "large_string")
     return kind.startswith("Array") or (kind in ("List", "LargeList", "Sequence") and not is_text)
 
 
@@ -163,16 +179,20 @@ def _read_inputs(name: str, tables: Sequence[Any], column: str, image_size: int)
 
 def _read_numbers(name: str, table: Any, column: str) -> Tensor:
     parts: list[npt.NDArray[Any]] = []
-    for batch in table.select_columns([column]).with_format("numpy").iter(BATCH_SIZE):
-        values = np.asarray(batch[column])
+    rows = table.select_columns([column]).with_format("numpy")
+    for start in range(0, len(rows), BATCH_SIZE):
+        try:
+            values = np.asarray(rows[start : start + BATCH_SIZE][column])
+        except (ValueError, TypeError):  # rows of several lengths, or none
+            values = np.empty(0, object)
         if values.dtype.kind not in "uifb" or (parts and values.shape[1:] != parts[0].shape[1:]):
             raise DataError(
                 f"column '{column}' of hub:{name} holds no arrays of numbers of one shape: turn "
                 "text into lists of token numbers of one length, and save the result with "
                 "save_to_disk."
             )
-        stored_type = getattr(table.features[column], "dtype", "")
-        parts.append(values.astype(stored_type) if stored_type == "uint8" else values)
+        is_image = values.ndim > 2 and _element_type(table.features[column]) == "uint8"
+        parts.append(values.astype(np.uint8) if is_image else values)
     return torch.from_numpy(np.concatenate(parts))
 
 
@@ -224,7 +244,8 @@ def _images(name: str, table: Any, column: str) -> "Iterator[tuple[str, PillowIm
             raise DataError(f"{label} is missing: remove its row.")
         try:
             content = stored.get("bytes")
-            with Image.open(io.BytesIO(content) if content else stored.get("path", "")) as image:
+            file = io.BytesIO(content) if content else stored.get("path", "")
+            with Image.open(file, formats=IMAGE_FORMATS) as image:
                 yield label, image
         except decoding_errors() as error:
             raise DataError(f"{label} is not a readable image: {error}.") from error

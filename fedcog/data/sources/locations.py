@@ -21,6 +21,8 @@ from fedcog.data.sources.hub import Columns, read_hub
 from fedcog.data.sources.named_code import find_code, names_code
 
 HUB_PREFIX = "hub:"
+HUB_FILES = ("dataset_dict.json", "dataset_info.json")
+"""Files of which `save_to_disk` writes one."""
 Kind = Literal["name", "folder", "file", "hub", "code", "unknown"]
 FORMS = "a folder of images, a .npz file, or hub:NAME"
 """The locations that a settings file may name, for messages."""
@@ -89,9 +91,13 @@ def absolute_location(text: str) -> str:
 
 def short_name(text: str) -> str:
     """Return a name for a location, such as 'photos' for '/data/photos', for paths and tables."""
-    if location_kind(text) in ("name", "unknown"):
+    kind = location_kind(text)
+    if kind in ("name", "unknown"):
         return text
-    return Path(text.removeprefix(HUB_PREFIX)).name.partition(":")[0].removesuffix(".npz") or "data"
+    name = Path(text.removeprefix(HUB_PREFIX)).name
+    if kind in ("hub", "code"):
+        name = name.partition(":")[0]
+    return name.removesuffix(".npz") or "data"
 
 
 def distinct_names(texts: Sequence[str]) -> list[str]:
@@ -140,8 +146,12 @@ def missing_location(text: str) -> str:
     kind = location_kind(text)
     path = Path(text).expanduser()
     hint = f"give {FORMS}, or a name that `fedcog data list` shows; --dataset if it has moved."
+    if kind == "folder" and path.is_file():
+        return f"{path} is a file that is not read: {hint}"
     if kind == "folder" and not path.is_dir():
         return f"there is no folder {path}: {hint}"
+    if kind == "folder" and any((path / name).is_file() for name in HUB_FILES):
+        return f"{path} was written by Hugging Face datasets: give {HUB_PREFIX}{path}."
     if kind == "file" and not path.is_file():
         return f"there is no file {path}: {hint}"
     return ""
@@ -182,7 +192,14 @@ def load_dataset(
         parts = fedcog.partition(data, "dirichlet", clients=5, beta=0.5, seed=0)
         ```
     """
+    for option in options:
+        if option not in ReadOptions._fields:
+            text = settings.unknown_name("keyword argument", option, ReadOptions._fields)
+            raise TypeError(f"load_dataset: {text}")
     wanted = ReadOptions(**options)
+    for option in ("image_size", "subset"):
+        if getattr(wanted, option) < 0:
+            raise DataError(f"{option} is {getattr(wanted, option)}: give 0 or more.")
     kind = location_kind(name)
     if kind == "folder":
         size = wanted.image_size or None

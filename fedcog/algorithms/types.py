@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fedcog.core.tasks import Task
 from fedcog.core.tree import Params, State
+from fedcog.models.checks import ModelError
 from fedcog.models.functional import ForwardResult, Model
 from fedcog.models.ops.keyed_random import StepKey
 
@@ -223,8 +224,17 @@ class ClientContext:
 
         Returns:
             Logits `(B, C)`, without a gradient.
+
+        Raises:
+            ModelError: If the algorithm does not broadcast the whole model, as FedRep.
         """
         weights = self.broadcast["params"] | self.broadcast["buffers"]
+        if missing := sorted(self.model.params.keys() - weights.keys()):
+            raise ModelError(
+                f"the broadcast lacks {', '.join(missing)}, which stay at the client, so there is "
+                "no global teacher: use client.model.predict(self.start_params(client) | "
+                "self.start_buffers(client), x)."
+            )
         return self.model.predict(weights, x).detach()
 
     def step_gradient(self, loss: Loss, params: Params, batch: Batch) -> StepGradient:

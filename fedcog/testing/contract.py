@@ -173,6 +173,27 @@ def absent_clients_keep_state(algorithm: Algorithm) -> None:
     assert new == old, f"the client state changes its form: {_changed_names(new, old)}."
 
 
+def one_pass_moves_statistics(algorithm: Algorithm) -> None:
+    """Check that a local step moves BatchNorm's statistics as FedAvg's does: by one pass.
+
+    Algorithms of which a client trains only a part of the model have other statistics.
+    """
+    if algorithm.sends_coverage:
+        return
+    one_step: dict[str, Any] = {"sizes": (20,), "steps": 1, "rounds": 1}
+    buffers = []
+    for one in (Algorithm(), algorithm):
+        toy = ToyFederation(one, module=norm_dropout_network, **one_step)
+        toy.run()
+        buffers.append(toy.server.state["buffers"])
+    expected, actual = buffers
+    wrong = [name for name, value in expected.items() if not torch.equal(value, actual[name])]
+    assert not wrong, (
+        f"after one step {', '.join(wrong)} differ from FedAvg's: only the pass over the client's "
+        "own examples may move them. Use client.teacher_logits or client.logits for others."
+    )
+
+
 def inactive_fedcog_changes_nothing(algorithm: Algorithm) -> None:
     """Check that FedCOG around it that never starts changes nothing, to the last bit."""
     if _has_fedcog(algorithm):
@@ -229,6 +250,7 @@ CONTRACT: dict[str, Callable[[Algorithm], None]] = {
         payloads_add_up,
         resume_is_exact,
         absent_clients_keep_state,
+        one_pass_moves_statistics,
         inactive_fedcog_changes_nothing,
         active_fedcog_keeps_the_rule,
         nothing_is_written_in_place,

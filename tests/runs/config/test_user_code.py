@@ -1,6 +1,7 @@
 """Tests of user algorithms: loaded from files, and checked against the contract."""
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from fedcog import ConfigError, FedCOG
 from fedcog.algorithms import Algorithm, Batch, ClientContext, LocalWork, StepGradient
 from fedcog.cli.main import main
 from fedcog.core.tree import Params, State
-from fedcog.runs.config.user_code import resolve
+from fedcog.data.sources.named_code import load_file
+from fedcog.runs.config.user_code import digest_of, resolve
 from fedcog.testing import check_algorithm, neutral_equals_fedavg
 
 USER_CODE = """
@@ -305,3 +307,56 @@ def test_contract_finds_a_teacher_that_moves_running_statistics() -> None:
     reason = r"is not FedAvg on a network with BatchNorm and dropout: 1\.running_mean"
     with pytest.raises(AssertionError, match=reason):
         check_algorithm(TeacherMovesStatistics(1.0), neutral=TeacherMovesStatistics(0.0))
+
+
+def test_contract_finds_moved_statistics_without_neutral_settings() -> None:
+    with pytest.raises(AssertionError, match=r"one_pass_moves_statistics: .*running_mean"):
+        check_algorithm(TeacherMovesStatistics(1.0))
+
+
+def make_scaled(scale: float) -> Any:
+    return lambda x: x * scale
+
+
+class Scaled:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def __call__(self, x: Any) -> Any:
+        return x * self.scale
+
+
+def scaled(x: Any, scale: float = 1.0) -> Any:
+    return x * scale
+
+
+@pytest.mark.parametrize(
+    "make",
+    [make_scaled, Scaled, lambda scale: functools.partial(scaled, scale=scale)],
+    ids=["closure", "instance", "partial"],
+)
+def test_digest_of_code_changes_with_its_values(make: Any) -> None:
+    assert digest_of(make(0.5)) == digest_of(make(0.5)) != digest_of(make(0.25))
+
+
+def test_digest_of_a_function_changes_with_the_helper_that_it_calls(tmp_path: Path) -> None:
+    digests = []
+    for factor in ("0.5", "0.25", "0.5"):
+        file = tmp_path / str(len(digests)) / "mine.py"
+        file.parent.mkdir()
+        file.write_text(
+            f"FACTOR = {factor}\ndef helper(x):\n    return x * FACTOR\n"
+            "def augment(x, random):\n    return helper(x)\n"
+        )
+        digests.append(digest_of(load_file(file).augment))
+    assert digests[0] == digests[2] != digests[1]
+
+
+class Halved(torch.nn.Linear):
+    factor = 0.5
+
+
+def test_digest_of_a_network_changes_with_its_settings_and_not_with_its_weights() -> None:
+    networks = [Halved(2, 2) for _ in range(3)]
+    networks[2].factor = 0.25
+    assert digest_of(networks[0]) == digest_of(networks[1]) != digest_of(networks[2])

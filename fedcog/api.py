@@ -16,6 +16,7 @@ from fedcog.federation import torchrun
 from fedcog.models.initialization import Network
 from fedcog.runs.compare import plan_runs, run_comparison
 from fedcog.runs.config.experiment import Experiment
+from fedcog.runs.config.notes import warn_about_settings
 from fedcog.runs.environment import torch_settings
 from fedcog.runs.experiment_data import split_dataset
 from fedcog.runs.records.frames import Runs
@@ -152,6 +153,7 @@ def run(
     options = _options(keywords)._replace(
         resume=keywords.get("resume", False), trackers=_trackers(keywords)
     )
+    warn_about_settings([experiment])
     complete = round_loop(experiment)
     directory = Path(out or default_directory(experiment))
     with torch_settings(experiment):
@@ -208,6 +210,7 @@ def compare(
     _check_keywords("compare", keywords, CompareKeywords)
     options = _options(keywords)._replace(trackers=_trackers(keywords))
     objects = _with_metrics(_objects(keywords), keywords)
+    warn_about_settings(experiments)
     planned = plan_runs(out, experiments, seeds)
     num_rounds = sum(experiment.rounds for experiment, _ in planned)
     num_done = sum(RunDirectory(path).checkpoint_round() for _, path in planned)
@@ -260,6 +263,7 @@ def sweep(
     _check_keywords("sweep", keywords, SweepKeywords)
     objects = _objects(keywords)
     options = _options(keywords)
+    warn_about_settings(experiments)
     search: SearchOptions = {}
     for name in SearchOptions.__annotations__:
         if name in keywords:
@@ -440,6 +444,11 @@ def _shown(
 
 
 def _objects(keywords: ObjectKeywords) -> UserObjects:
+    augmentation = keywords.get("augmentation")
+    if augmentation is not None and not callable(augmentation):
+        raise ConfigError(
+            [f"augmentation={augmentation!r} is no function: give a function of (x, random)."]
+        )
     return UserObjects(
         data=keywords.get("data"),
         model=keywords.get("model"),
@@ -449,7 +458,12 @@ def _objects(keywords: ObjectKeywords) -> UserObjects:
 
 
 def _with_metrics(objects: UserObjects, keywords: CompareKeywords) -> UserObjects:
-    return objects._replace(metrics=dict(keywords.get("metrics", {})))
+    metrics = keywords.get("metrics", {})
+    if isinstance(metrics, str):
+        raise ConfigError([f"metrics={metrics!r} is a setting: Experiment(metrics={metrics!r})."])
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(['metrics needs functions by name, such as {"name": function}.'])
+    return objects._replace(metrics=dict(metrics))
 
 
 def _options(keywords: LoopKeywords) -> RunOptions:

@@ -23,6 +23,7 @@ from fedcog.data.sources.locations import short_name
 from fedcog.models.zoo import MODELS
 from fedcog.runs.config.composition import algorithm_name, named_layers
 from fedcog.runs.config.experiment import LIBRARY_NAMES, Experiment
+from fedcog.runs.config.notes import experiment_notes
 from fedcog.runs.records import summary
 from fedcog.runs.records.derived_metrics import median_cost
 from fedcog.runs.records.export import Exported
@@ -38,8 +39,6 @@ MIN_CATALOG_WIDTH = 120
 """Columns of a terminal from which the catalog of algorithms is a table."""
 MAX_NAME_LENGTH = 30
 """A table shows this many characters of a user's name."""
-PRIVACY_DEFAULTS = (1.0, 1.0, 1e-5)
-"""Defaults of dp_clip, dp_noise and dp_delta."""
 
 
 def print_experiment(
@@ -80,14 +79,16 @@ def print_experiment(
         last = first + device.num_clients - 1
         print_result(f"  {device.name} (clients {first} to {last}): {device.description}", style)
         first = last + 1
-    for warning in _experiment_warnings(experiment):
-        print_note(warning)
+    for note in experiment_notes(experiment):
+        print_note(note)
     print_result(f"  run directory: {directory}", style)
 
 
 def _describe_clients(experiment: Experiment) -> str:
     """Describe number and partition of the clients, as far as they are known before loading."""
-    count = f"{experiment.clients} clients" if experiment.clients else "all clients of the data"
+    count = f"{experiment.clients} clients"
+    if not experiment.clients:
+        count = f"the clients of the data, or else {experiment.num_clients}"
     is_known = experiment.partition != "auto"
     return f"{count} ({experiment.partition_rule})" if is_known else count
 
@@ -525,37 +526,3 @@ def _print_partitions() -> None:
         table.add_row(name, f"{entry.summary} (flwr-datasets' {entry.partitioner})", flags)
     table.add_row("given", "The `indices` per client of your own data set.", "")
     out.print(table)
-
-
-def _experiment_warnings(experiment: Experiment) -> list[str]:
-    """Return settings that have no effect, or that the user may not intend."""
-    unused = experiment.unused_lr_settings()
-    warnings = [f"{name} has no effect with this learning rate schedule." for name in unused]
-    layers = named_layers(experiment.algorithm)
-    for name, layer in layers:
-        if layer.is_personalized and not experiment.evaluate_local:
-            warnings.append(
-                f"{name} trains personal models, but they are not evaluated (--evaluate-local)."
-            )
-    privacy = (experiment.dp_clip, experiment.dp_noise, experiment.dp_delta)
-    if experiment.privacy == "off" and privacy != PRIVACY_DEFAULTS:
-        warnings.append(
-            "dp_clip, dp_noise and dp_delta have no effect without --privacy central or local."
-        )
-    if experiment.partition_args and experiment.partition not in FLWR_PARTITIONS:
-        warnings.append(
-            "partition_args has no effect without --partition flwr-shard or flwr-pathological."
-        )
-    uses_choice = experiment.candidates or experiment.choice_loss != "all"
-    if experiment.selection == "uniform" and uses_choice:
-        warnings.append(
-            "candidates and choice_loss have no effect without --selection power-of-choice."
-        )
-    for name, layer in layers:
-        start = getattr(layer, "start_round", 0)
-        if start >= experiment.rounds:
-            warnings.append(
-                f"{name} starts after round {start}, but there are {experiment.rounds} rounds: it "
-                "stays inactive (--start-round)."
-            )
-    return warnings

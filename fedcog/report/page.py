@@ -61,7 +61,7 @@ def page(paths: Sequence[Path], *, title: str | None = None, target: float | Non
     full_labels = [each.label for each in groups]
     if max(len(label) for label in full_labels) > MAX_LABEL_LENGTH:
         groups = [
-            Group(f"{number}: {run_values.algorithm_of(each.runs[0])}", each.runs)
+            each._replace(label=f"{number}: {run_values.algorithm_of(each.runs[0])}")
             for number, each in enumerate(groups, 1)
         ]
     parts = [
@@ -182,11 +182,10 @@ def _warnings(groups: Sequence[Group]) -> str:
 
 def _group_warnings(each: Group) -> list[str]:
     warnings = []
-    seeds = {run.experiment.seed for run in each.runs}
-    if len(seeds) < len(each.runs):
+    for run in each.repeated:
         warnings.append(
-            f"{each.label}: {len(each.runs)} runs but {len(seeds)} different seeds, so they are "
-            "not independent."
+            f"{each.label}: of several runs with seed {run.experiment.seed}, the first counts; "
+            f"{run.path} does not."
         )
     records = [record for run in each.runs for record in run.lines]
     num_skipped = sum(len(record.get("skipped", ())) for record in records)

@@ -467,8 +467,11 @@ def _check_same_origin(
         "data": "on other data",
         "network": "of another network",
         "code": "by other code of your own algorithm or augmentation",
+        "objects": "by another network or augmentation, or with other values in them",
     }
     for key, origin in origins.items():
+        if key == "objects" and key not in checkpoint.info:  # an earlier version's
+            continue
         if checkpoint.info.get(key) != setup.checkpoint_info[key]:
             file = directory.path / "checkpoint.safetensors"
             raise RecordError(f"{file} was made {origin}: choose another --out.")

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import importlib.util
 import re
+import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from fedcog.core.tasks import make_task
 from fedcog.core.tree import Params
 from fedcog.data import DataError, Dataset, FederatedData, local_tests, registry, shifts
 from fedcog.data.client_batches import Augmentation
+from fedcog.data.datasets import DataWarning
 from fedcog.data.local_tests import LocalTests
 from fedcog.data.sources import locations
 from fedcog.engine import cuda_graphs
@@ -37,7 +39,7 @@ from fedcog.models.tokens import check_tokens, continuous_shape
 from fedcog.models.zoo import MODELS, build
 from fedcog.runs.config.composition import algorithm_name, named_layers
 from fedcog.runs.config.experiment import Experiment
-from fedcog.runs.config.user_code import describe_network, function_source, user_source
+from fedcog.runs.config.user_code import describe_network, digest_of, function_source, user_source
 from fedcog.runs.environment import find_device, num_workers
 from fedcog.runs.experiment_data import (
     adapt_dataset,
@@ -197,6 +199,7 @@ class ExperimentSetup:
             "code": hashlib.sha256(self._algorithm_source().encode()).hexdigest()[:16],
             "input_shape": list(self.model.input_shape),
             "classes": self.model.num_classes,
+            "objects": self._objects_digest,
         }
 
     def federation_record(self) -> tuple[Params, dict[str, Any]]:
@@ -314,6 +317,14 @@ class ExperimentSetup:
         if not experiment.evaluate_test:
             return None
         has_own_tests = original.test_users is not None and experiment.partition == "natural"
+        if has_own_tests and experiment.privacy != "off":
+            warnings.warn(
+                "users' own test examples are a test set of the server here: privacy does not "
+                "account for reports of single clients.",
+                DataWarning,
+                stacklevel=2,
+            )
+            return None
         if experiment.local_test and has_own_tests:
             raise ConfigError(
                 [
@@ -364,13 +375,13 @@ class ExperimentSetup:
                 ]
             )
         if tests is None and not len(self.data.test_y):
-            raise ConfigError(
-                [
-                    f"the data set '{self.dataset.name}' has no test set: hold out test examples "
-                    "at every client with --local-test 0.2, or validate with --validation 0.2 "
-                    "--no-evaluate-test --no-evaluate-local."
-                ]
+            remedy = (
+                "hold out test examples at every client with --local-test 0.2, or validate with "
+                "--validation 0.2 --no-evaluate-test --no-evaluate-local."
             )
+            if experiment.privacy != "off":
+                remedy = "give it one; privacy does not account for reports of clients."
+            raise ConfigError([f"the data set '{self.dataset.name}' has no test set: {remedy}"])
 
     def _set_up_model(self, objects: UserObjects) -> None:
         """Build the network, load pretrained weights, and move it to the device."""
@@ -409,6 +420,8 @@ class ExperimentSetup:
         self._network_text += description
         model = Model(module, shape, num_classes, experiment.batch_size, generator)
         self.model = model.to(self.device, getattr(torch, experiment.precision))
+        network = (module, model.constants) if objects.model is not None else None
+        self._objects_digest = digest_of((network, objects.augmentation))
 
     @property
     def _evaluates_clients(self) -> bool:
@@ -433,6 +446,13 @@ class ExperimentSetup:
             )
         if faults:
             raise ConfigError(faults)
+        if objects.metrics and is_remote and self._evaluates_clients:
+            warnings.warn(
+                "metrics of your own are computed on the server's test set only, because Flower "
+                "nodes do not know them.",
+                DataWarning,
+                stacklevel=2,
+            )
         return FurtherMetrics(tuple(names), objects.metrics)
 
     def _make_cohort(self) -> Cohort:
@@ -721,15 +741,10 @@ def _object_names(objects: UserObjects) -> dict[str, str]:
     names: dict[str, str] = {}
     if objects.data is not None:
         names["data"] = f"{objects.data.name}-{objects.data.fingerprint[:4]}"
-    described = {
-        "network": (objects.model, describe_network(objects.model)),
-        "augmentation": (objects.augmentation, function_source(objects.augmentation)),
-    }
-    for role, (thing, text) in described.items():
+    for role, thing in {"network": objects.model, "augmentation": objects.augmentation}.items():
         if thing is not None:
-            digest = hashlib.sha256(text.encode()).hexdigest()[:4]
             name = re.sub(r"\W", "", getattr(thing, "__name__", type(thing).__name__))
-            names[role] = f"{name}-{digest}"
+            names[role] = f"{name}-{digest_of(thing)[:4]}"
     return names
 
 

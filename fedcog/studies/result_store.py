@@ -17,7 +17,12 @@ from typing import Any, NamedTuple
 from fedcog.core import settings, tree
 from fedcog.core.tasks import SCORE_KEYS
 from fedcog.runs.config.composition import algorithm_name, named_layers
-from fedcog.runs.config.experiment import DEFAULT_CLIENTS, DEFAULT_PARTITION, Experiment
+from fedcog.runs.config.experiment import (
+    DEFAULT_CLIENTS,
+    DEFAULT_MIN_EXAMPLES,
+    DEFAULT_PARTITION,
+    Experiment,
+)
 from fedcog.runs.records.checkpoint import Checkpoint
 from fedcog.runs.records.recorded_run import Run
 from fedcog.runs.records.run_directory import RecordError, RunDirectory
@@ -100,7 +105,11 @@ def _settings_of(experiment: Experiment) -> Mapping[str, Any]:
 def _non_default_settings(experiment: Experiment) -> dict[str, Any]:
     """Settings that affect the result and differ from their (original) defaults."""
     defaults = {name: field.default for name, field in settings.settings(Experiment).items()}
-    defaults |= {"partition": DEFAULT_PARTITION, "clients": DEFAULT_CLIENTS}
+    defaults |= {
+        "partition": DEFAULT_PARTITION,
+        "clients": DEFAULT_CLIENTS,
+        "min_examples": DEFAULT_MIN_EXAMPLES,
+    }
     changed: dict[str, Any] = {}
     for name, value in _settings_of(experiment).items():
         if isinstance(value, dict):

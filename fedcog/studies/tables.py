@@ -232,7 +232,7 @@ def markdown(study: Study, results: Results) -> str:
 def markdown_table(table: Table) -> str:
     """Format one table in Markdown, without its title."""
     rows = _cells(table, lambda text: text.replace("|", "\\|"), "**{}**")
-    header = [name.replace("|", "\\|") for name in table.header]
+    header = [" ".join(name.split()).replace("|", "\\|") for name in table.header]
     lines = [header, ["---"] * len(table.header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

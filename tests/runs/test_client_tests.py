@@ -12,6 +12,7 @@ import torch
 import fedcog
 from fedcog import ConfigError, Ditto, Experiment, FedAvg, FedCOG, FedRep
 from fedcog.data import registry, shifts
+from fedcog.data.datasets import DataWarning
 from fedcog.runs.records.run_directory import RecordError, RunDirectory
 from fedcog.runs.setup import ExperimentSetup, UserObjects, split_dataset
 
@@ -223,6 +224,21 @@ def test_privacy_refuses_reports_that_it_does_not_account_for() -> None:
         dataclasses.replace(TINY, privacy="central")
 
 
+def test_privacy_evaluates_users_test_examples_together() -> None:
+    users = np.arange(400) % 5
+    experiment = dataclasses.replace(
+        TINY, local_test=0.0, clients=0, model="mlp", privacy="central"
+    )
+    tests = {"test_x": np.zeros((10, 6), "f4"), "test_y": np.zeros(10, int)}
+    dataset = vectors(users=users, test_users=np.arange(10) % 5, **tests)
+    with pytest.warns(DataWarning, match="privacy does not account for reports"):
+        setup = ExperimentSetup(experiment, UserObjects(preloaded=dataset))
+    assert setup.data.local_tests is None and not setup.schedule.evaluate_clients
+    assert len(setup.data.test_y) == 10
+    with pytest.raises(ConfigError, match="has no test set: give it one; privacy"):
+        ExperimentSetup(experiment, UserObjects(preloaded=vectors(users=users)))
+
+
 def test_unknown_metrics_are_refused_with_a_suggestion() -> None:
     with pytest.raises(ConfigError, match="unknown metric 'balanced': did you mean balanced_acc"):
         dataclasses.replace(TINY, metrics="ece, balanced")
@@ -252,3 +268,35 @@ def test_trackers_receive_the_summary(tmp_path: Path) -> None:
     found = round_metrics(run.lines[-1])
     assert found["local_test/accuracy_worst"] == run.lines[-1]["local_test"]["accuracy_worst"]
     assert found["metrics/ece"] == run.lines[-1]["metrics"]["ece"]
+
+
+def test_diverged_run_with_metrics_is_reported_as_diverged(tmp_path: Path) -> None:
+    def strict(logits: torch.Tensor, labels: torch.Tensor) -> float:
+        assert logits.isfinite().all()
+        return 0.0
+
+    diverging = dataclasses.replace(TINY, lr=1e18, metrics="ece", rounds=3)
+    with pytest.raises(fedcog.Diverged):
+        fedcog.run(diverging, tmp_path / "run", metrics={"strict": strict}, report=False)
+
+
+def test_unusable_metrics_and_augmentations_are_explained(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is a setting: Experiment\(metrics='ece'\)"):
+        fedcog.run(TINY, tmp_path, metrics="ece")  # type: ignore[arg-type]
+    for metrics in (len, [len]):
+        with pytest.raises(ConfigError, match="metrics needs functions by name"):
+            fedcog.run(TINY, tmp_path, metrics=metrics)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="metric 5 is no valid name"):
+        fedcog.run(TINY, tmp_path, metrics={5: len})  # type: ignore[dict-item]
+    with pytest.raises(ConfigError, match="augmentation='flip' is no function"):
+        fedcog.run(TINY, tmp_path, augmentation="flip")  # type: ignore[arg-type]
+
+
+def test_metric_that_is_never_a_number_is_no_unknown_one(tmp_path: Path) -> None:
+    metrics = {"odd": lambda logits, labels: math.nan}
+    run = fedcog.run(TINY, tmp_path / "run", metrics=metrics, report=False)
+    for name in ("metrics/odd", "local_test/odd"):
+        with pytest.raises(ConfigError, match=f"metric '{name}' was NaN or infinite in every"):
+            fedcog.table(run, metric=name)
+    with pytest.raises(ConfigError, match="unknown metric 'metrics/even'"):
+        fedcog.table(run, metric="metrics/even")

@@ -12,6 +12,7 @@ import fedcog
 from fedcog import ConfigError, Experiment, FedAdam, FedAvg, FedCOG, FedDyn, FedNova, make_algorithm
 from fedcog.algorithms.fedcog_variants import Varied
 from fedcog.core import tree
+from fedcog.runs.config.notes import SettingWarning, experiment_notes
 from fedcog.runs.records.run_directory import RecordError, RunDirectory
 
 TINY = Experiment(
@@ -156,8 +157,36 @@ def test_faults_of_schedules_are_found_at_once() -> None:
 
 def test_settings_without_effect_are_named() -> None:
     experiment = Experiment(lr_schedule="cosine", lr_decay=0.9, lr_step=3)
-    assert experiment.unused_lr_settings() == ["lr_decay", "lr_step"]
-    assert not Experiment(lr_decay=0.9).unused_lr_settings()
+    notes = experiment_notes(experiment)
+    assert [note.split()[0] for note in notes] == ["lr_decay", "lr_step"]
+    assert not experiment_notes(Experiment(lr_decay=0.9))
+
+
+@pytest.mark.parametrize(
+    ("settings", "note"),
+    [
+        ({"partition": "iid", "beta": 0.5}, "beta has no effect with --partition iid."),
+        ({"partition": "natural", "balance": False}, "balance has no effect with"),
+        ({"optimizer": "adam", "momentum": 0.5}, "momentum has no effect with --optimizer adam."),
+        ({"local_epochs": 1.0, "local_steps": 5}, "local_steps has no effect with"),
+        ({"shift_strength": 0.1}, "shift_strength has no effect without --shift."),
+        ({"weights": "uniform", "weight_cap": 9}, "weight_cap has no effect with"),
+        ({"dp_clip": 2.0}, "dp_clip, dp_noise and dp_delta have no effect without --privacy"),
+        ({"algorithm": FedCOG(start_round=9), "rounds": 9}, "fedcog starts after round 9"),
+    ],
+)
+def test_settings_without_effect_are_named_one_by_one(settings: dict[str, Any], note: str) -> None:
+    (found,) = experiment_notes(Experiment(**settings))
+    assert found.startswith(note)
+
+
+def test_python_warns_of_settings_without_effect(tmp_path: Path) -> None:
+    experiment = dataclasses.replace(TINY, rounds=1, shift_strength=0.1)
+    with pytest.warns(SettingWarning, match="shift_strength has no effect"):
+        fedcog.run(experiment, tmp_path / "one", report=False)
+    with pytest.warns(SettingWarning, match="shift_strength has no effect") as caught:
+        fedcog.compare([experiment, experiment], [0], tmp_path / "two")
+    assert len([one for one in caught if one.category is SettingWarning]) == 1
 
 
 def test_schedules_can_be_tuned(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 import fedcog
 from fedcog import ConfigError, Experiment, FedCOG, ModelError
-from fedcog.runs.records.run_directory import RunDirectory
+from fedcog.runs.records.run_directory import RecordError, RunDirectory
 
 TINY = Experiment(clients=4, rounds=2, local_steps=3, batch_size=8, threads=1, workers=1)
 WITH_FEDCOG = dataclasses.replace(TINY, algorithm=FedCOG(count=8, steps=2, start_round=1), rounds=3)
@@ -144,3 +144,26 @@ def test_network_that_vmap_cannot_map_is_refused_before_round_1(tmp_path: Path) 
     for mapping in ("loop", "auto"):
         one_by_one = dataclasses.replace(TINY, mapping=mapping)  # type: ignore[arg-type]
         fedcog.run(one_by_one, tmp_path / mapping, model=Branching, report=False)
+
+
+class Frozen(nn.Module):
+    """A network with a frozen weight and a setting that its representation does not show."""
+
+    def __init__(self, scale: float = 1.0, power: int = 1) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(scale), requires_grad=False)
+        self.power = power
+        self.layer = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.flatten(1)) * self.scale**self.power  # type: ignore[no-any-return]
+
+
+def test_resume_with_other_constants_is_refused(tmp_path: Path) -> None:
+    longer = dataclasses.replace(TINY, rounds=3)
+    fedcog.run(TINY, tmp_path / "run", model=Frozen(), report=False)
+    for other in (Frozen(0.5), lambda: Frozen(power=2)):
+        with pytest.raises(RecordError, match="by another network or augmentation"):
+            fedcog.run(longer, tmp_path / "run", model=other, resume=True, report=False)
+    run = fedcog.run(longer, tmp_path / "run", model=Frozen, resume=True, report=False)
+    assert len(run.lines) == 3

@@ -33,6 +33,7 @@ from fedcog.federation.backend import Diverged
 from fedcog.runs.compare import plan_runs
 from fedcog.runs.config.device_config import without_algorithms
 from fedcog.runs.config.experiment import Experiment, read_experiment
+from fedcog.runs.config.notes import SettingWarning
 from fedcog.runs.experiment_data import resolve_before_loading
 from fedcog.runs.records.run_directory import RunDirectory, check_writable
 from fedcog.runs.runner import InputNote, RunOptions, default_directory
@@ -74,6 +75,7 @@ def run_command(options: argparse.Namespace, rest: list[str]) -> int:
     with CommandProgress(experiment.rounds, num_done, options.style) as progress:
         output.print_experiment(experiment, out, options.style)
         with explains_continuation(resume_command), _every_tracker_warning():
+            warnings.simplefilter("ignore", SettingWarning)  # already printed
             run = fedcog.run(
                 experiment,
                 out,

@@ -135,7 +135,11 @@ class RunIndex:
     def _build_overview(self) -> dict[str, Any]:
         known_runs = [run for follower in self.runs.values() if (run := follower.run)]
         groups = group(known_runs) if known_runs else []
-        group_indices = {run.path: index for index, each in enumerate(groups) for run in each.runs}
+        group_indices = {
+            run.path: index
+            for index, each in enumerate(groups)
+            for run in (*each.runs, *each.repeated)
+        }
         rows = {}
         for index, each in enumerate(groups):
             scored = [run for run in each.runs if run.scores or run.diverged]

@@ -42,7 +42,8 @@ LIBRARY_NAMES = [f"{library}:NAME" for library in LIBRARIES]
 
 DEFAULT_CLIENTS = 10
 DEFAULT_PARTITION = "dirichlet"
-"""What `clients = 0` and `partition = "auto"` mean for a data set without users and indices."""
+DEFAULT_MIN_EXAMPLES = PartitionConfig(1).min_examples
+"""What 0 and "auto" mean for a data set without users and indices."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,9 @@ class Experiment:
     classes_per_client: int = setting(
         2, "label-skew, label-quantity: maximum number of classes per client", ">= 1"
     )
-    min_examples: int = setting(10, "minimum number of examples per client", ">= 1")
+    min_examples: int = setting(
+        0, "minimum number of examples per client; 0: 10, or fewer if all users are clients", ">= 0"
+    )
     partition_args: str = setting(
         "", "flwr-shard, flwr-pathological: further arguments, such as 'shard_size=50'"
     )
@@ -341,7 +344,7 @@ class Experiment:
             beta=self.beta,
             balance=self.balance,
             classes_per_client=self.classes_per_client,
-            min_examples=self.min_examples,
+            min_examples=self.min_examples or DEFAULT_MIN_EXAMPLES,
             arguments=self.partition_args,
         )
 
@@ -388,6 +391,7 @@ class Experiment:
         if self.partition == "auto":
             values["partition"] = DEFAULT_PARTITION
         values["clients"] = self.num_clients
+        values["min_examples"] = self.partition_config.min_examples
         kind = locations.location_kind(self.dataset)
         if kind in ("folder", "file"):  # data may move: a fingerprint says whether it is the same
             values["dataset"] = kind
@@ -523,24 +527,6 @@ class Experiment:
                     "--server-lr-warmup."
                 )
 
-    def unused_lr_settings(self) -> list[str]:
-        """Return the settings of learning rate schedules that are set but have no effect."""
-        kinds = {self.lr_schedule, self.server_lr_schedule}
-        fading = {"step", "exponential"}
-        is_used = {
-            "lr_decay": self.lr_schedule in fading,
-            "server_lr_decay": self.server_lr_schedule in fading,
-            "lr_step": "step" in kinds,
-            "lr_final": bool(kinds & {"cosine", "linear"}),
-            "lr_rounds": bool(kinds & {"cosine", "linear"}),
-        }
-        known = settings.settings(Experiment)
-        return [
-            name
-            for name, used in is_used.items()
-            if not used and getattr(self, name) != known[name].default
-        ]
-
     def _privacy_faults(self) -> Iterator[str]:
         """Check for what a client would reveal besides its clipped and noisy payload."""
         if self.algorithm.uplink != "sum":
@@ -605,6 +591,8 @@ def _unknown_model(name: str) -> str:
             f"model '{name}' is code, which only a command line names: --model {name}. From "
             "Python pass the class, fedcog.run(..., model=YourNetwork)."
         )
+    if name.endswith(".py"):
+        return f"model '{name}' names no class in the file: add it, --model {name}:Name."
     return settings.unknown_name("model", name, ["auto", *MODELS, *LIBRARY_NAMES])
 
 

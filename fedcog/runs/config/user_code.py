@@ -1,13 +1,18 @@
 """The user's own code: what a command line names as FILE.py:Name, and its source."""
 
 import contextlib
+import functools
+import hashlib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
 
 from fedcog.algorithms import ALGORITHMS, Algorithm
 from fedcog.core import settings
@@ -20,6 +25,8 @@ UserClasses = dict[str, type[Algorithm]]
 """The user's algorithm classes by class name."""
 LIBRARY_PACKAGES = ("fedcog", "torch", "builtins", "abc", "typing")
 """Packages whose source is not the user's."""
+PLAIN_TYPES = (str, bytes, int, float, complex, bool, type(None), Path)
+"""Types that a representation describes."""
 
 
 def resolve(
@@ -175,3 +182,96 @@ def function_source(function: Callable[..., Any] | None) -> str:
         return inspect.getsource(function)
     except (OSError, TypeError):
         return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def digest_of(thing: Any) -> str:
+    """Return a digest of a user's object that changes with its code and the values that it uses.
+
+    Args:
+        thing: A function, class, network, tensor, or other object. Weights of networks do not
+            count.
+
+    Returns:
+        16 hexadecimal digits. They are the same in another process.
+    """
+    return hashlib.sha256("\n".join(_facts(thing, set())).encode()).hexdigest()[:16]
+
+
+def _facts(thing: Any, seen: set[int]) -> Iterator[str]:
+    """Describe an object: its source, what a function reads, what an object holds."""
+    if isinstance(thing, NamedCode):
+        thing = thing.load()
+    if isinstance(thing, PLAIN_TYPES):
+        yield repr(thing)
+        return
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    yield type(thing).__qualname__
+    if isinstance(thing, Tensor | np.ndarray):
+        array = np.ascontiguousarray(torch.as_tensor(thing).detach().cpu().numpy())
+        yield f"{array.dtype} {array.shape} {hashlib.sha256(array.tobytes()).hexdigest()}"
+    elif isinstance(thing, Mapping):
+        for key, value in thing.items():
+            yield from _facts(key, seen)
+            yield from _facts(value, seen)
+    elif isinstance(thing, list | tuple):
+        for value in thing:
+            yield from _facts(value, seen)
+    elif isinstance(thing, functools.partial):
+        yield from _facts((thing.func, thing.args, thing.keywords), seen)
+    elif inspect.ismethod(thing):
+        yield from _facts((thing.__func__, thing.__self__), seen)
+    elif inspect.isfunction(thing):
+        yield from _function_facts(thing, seen)
+    elif inspect.isclass(thing):
+        yield from _class_facts(thing, seen)
+    elif isinstance(thing, nn.Module):
+        yield repr(thing)
+        for part in thing.modules():
+            if _is_users(type(part)):
+                held = {name: value for name, value in vars(part).items() if _is_setting(value)}
+                yield from _facts((type(part), held), seen)
+    elif _is_users(type(thing)):
+        yield from _facts((type(thing), getattr(thing, "__dict__", {})), seen)
+
+
+def _is_setting(value: Any) -> bool:
+    """Whether an attribute of a layer is a setting, and no weight or layer."""
+    return isinstance(value, (*PLAIN_TYPES, tuple, list)) or callable(value)
+
+
+def _function_facts(function: types.FunctionType, seen: set[int]) -> Iterator[str]:
+    """Describe a function: its source, and the values and user code that it reads."""
+    yield function.__qualname__
+    if not _is_users(function):
+        return
+    with contextlib.suppress(OSError, TypeError):
+        yield inspect.getsource(function)
+    yield from _facts((function.__defaults__, function.__kwdefaults__), seen)
+    read = inspect.getclosurevars(function)
+    for name, value in sorted({**read.globals, **read.nonlocals}.items()):
+        yield name
+        if not inspect.ismodule(value):
+            yield from _facts(value, seen)
+
+
+def _class_facts(cls: type, seen: set[int]) -> Iterator[str]:
+    """Describe a class: the source of the user's part of it, and what its methods read."""
+    yield cls.__qualname__
+    for base in cls.__mro__:
+        if not _is_users(base):
+            continue
+        with contextlib.suppress(OSError, TypeError):
+            yield inspect.getsource(base)
+        for name, value in vars(base).items():
+            if inspect.isfunction(value):
+                yield from _facts(value, seen)
+            elif isinstance(value, PLAIN_TYPES) and not name.startswith("__"):
+                yield f"{name} {value!r}"
+
+
+def _is_users(code: Any) -> bool:
+    """Whether a class or function is the user's and no library's."""
+    module = getattr(code, "__module__", None) or ""
+    return module.partition(".")[0] not in (*LIBRARY_PACKAGES, "numpy", "torchvision", "timm")

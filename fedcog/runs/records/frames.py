@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 COLUMNS = ("algorithm", "dataset", "partition", "seed", "group", "round")
 """The first columns of a frame."""
 
-Runs = str | Path | Sequence[Run | str | Path]
-"""A folder with runs below it, or runs and folders."""
+Runs = Run | str | Path | Sequence[Run | str | Path]
+"""A run, a folder with runs below it, or several of both."""
 
 
 def frame(runs: Runs) -> "DataFrame":
@@ -54,7 +54,9 @@ def frame(runs: Runs) -> "DataFrame":
     chosen = as_runs(runs)
     settings = [run_settings(run) for run in chosen]
     names = [name for name in differing(settings) if name not in COLUMNS]
-    labels = {run.path: each.label for each in group(chosen) for run in each.runs}
+    labels = {
+        run.path: each.label for each in group(chosen) for run in (*each.runs, *each.repeated)
+    }
     rows = []
     for run, own, dataset in zip(chosen, settings, data_names(chosen), strict=True):
         first = _identity(run, dataset, labels[run.path])
@@ -70,7 +72,7 @@ def as_runs(runs: Runs) -> list[Run]:
     """Return runs, which are read if folders are given.
 
     Args:
-        runs: A folder with runs below it, or runs and folders.
+        runs: A run, a folder with runs below it, or several of both.
 
     Returns:
         The runs; each path once.
@@ -78,7 +80,7 @@ def as_runs(runs: Runs) -> list[Run]:
     Raises:
         RecordError: If a folder holds no run that can be read.
     """
-    if isinstance(runs, str | Path):
+    if isinstance(runs, str | Path | Run):
         runs = [runs]
     found: list[Run] = []
     for one in runs:

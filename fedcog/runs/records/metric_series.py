@@ -2,7 +2,8 @@
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from fedcog.core.settings import ConfigError, unknown_name
 from fedcog.core.tasks import EXTRA_METRICS, METRIC_LABELS
@@ -15,6 +16,14 @@ COST_WORDS = {
     "loss",
     "ece",
     "error",
+    "mse",
+    "rmse",
+    "mae",
+    "nll",
+    "brier",
+    "perplexity",
+    "fpr",
+    "fnr",
     "distance",
     "deviation",
     "seconds",
@@ -78,7 +87,15 @@ def with_values(runs: Sequence[Run], metric: str = "") -> list[Run]:
     if not metric:
         raise ConfigError(["no round has been evaluated on test examples: name a metric."])
     known = dict.fromkeys(key for run in runs for line in run.lines for key in round_metrics(line))
+    if any(_is_recorded(line, metric) for run in runs for line in run.lines):
+        raise ConfigError([f"metric '{metric}' was NaN or infinite in every round."])
     raise ConfigError([unknown_name("metric", metric, list(known))])
+
+
+def _is_recorded(line: Mapping[str, Any], metric: str) -> bool:
+    """Return whether a line has a metric, even if it is no number."""
+    place, _, name = metric.rpartition("/")
+    return name in (line.get(place, {}) if place else line)
 
 
 def metric_label(runs: Sequence[Run], metric: str = "") -> str:

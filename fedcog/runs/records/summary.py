@@ -1,6 +1,7 @@
 """Summaries of several runs: groups that differ in seed only, with mean and standard deviation."""
 
 import statistics
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -61,11 +62,13 @@ class Group(NamedTuple):
 
     Attributes:
         label: The algorithm's name, and the settings that differ between groups.
-        runs: The runs.
+        runs: The runs, one per seed.
+        repeated: Further runs with a seed of these; they count nowhere.
     """
 
     label: str
     runs: list[Run]
+    repeated: Sequence[Run] = ()
 
     @property
     def last(self) -> Spread:
@@ -138,6 +141,8 @@ def spread(values: Sequence[float]) -> Spread:
 def group(runs: Sequence[Run]) -> list[Group]:
     """Group runs by experiment and metric, in order of appearance.
 
+    Of several runs with the same seed in a group, the first counts, and a warning says so.
+
     Example:
         ```python
         import fedcog
@@ -162,7 +167,20 @@ def group(runs: Sequence[Run]) -> list[Group]:
             f"{name}, {METRIC_LABELS[metric]}"
             for name, (_, metric) in zip(names, members, strict=True)
         ]
-    return [Group(name, own) for name, own in zip(names, members.values(), strict=True)]
+    return [_one_per_seed(name, own) for name, own in zip(names, members.values(), strict=True)]
+
+
+def _one_per_seed(label: str, runs: Sequence[Run]) -> Group:
+    """Make a group in which the first run of each seed counts; warn of the others."""
+    counted: dict[int, Run] = {}
+    for run in sorted(runs, key=lambda run: not run.scores):
+        counted.setdefault(run.experiment.seed, run)
+    repeated = [run for run in runs if counted[run.experiment.seed] is not run]
+    for run in repeated:
+        seed = run.experiment.seed
+        text = f"{label}: of several runs with seed {seed}, the first counts: {counted[seed].path}"
+        warnings.warn(f"{text}, not {run.path}.", stacklevel=3)
+    return Group(label, [run for run in runs if run not in repeated], repeated)
 
 
 def labels(experiments: Sequence[Experiment]) -> list[str]:

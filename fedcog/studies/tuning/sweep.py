@@ -96,9 +96,9 @@ class Tuned(NamedTuple):
     def edges(self) -> list[str]:
         """Which chosen values lie at an edge of what was searched, with a remedy; often empty.
 
-        The best value may then lie outside.
+        The best value may then lie outside. If all trials score alike, none is best.
         """
-        if self.chosen.diverged:
+        if self.chosen.diverged or len({trial.score for trial in self.trials}) == 1:
             return []
         return edge_sentences(self.experiment, self.space, self.chosen.point)
 

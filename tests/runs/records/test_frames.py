@@ -93,6 +93,7 @@ def test_settings_of_some_algorithms_only_are_missing_for_others(tmp_path: Path)
 def test_one_run_and_a_run_without_rounds(tmp_path: Path) -> None:
     run = fedcog.read(write_run(tmp_path / "a", [0.25]))
     assert run.to_frame().equals(fedcog.frame([run])) and len(run.to_frame()) == 1
+    assert run.to_frame().equals(fedcog.frame(run))
     assert run.to_frame().equals(fedcog.frame([run, run.path, tmp_path])), "each run counts once"
     empty = fedcog.read(write_run(tmp_path / "b", [0.5])).path
     (empty / "rounds.jsonl").unlink()

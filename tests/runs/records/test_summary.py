@@ -29,6 +29,18 @@ def test_group_averages_last_and_best_over_seeds() -> None:
     assert spread([0.5]).percent() == "50.00"
 
 
+def test_first_run_of_a_repeated_seed_counts() -> None:
+    runs = [
+        make_run([0.4], checkpoint_every=2, seed=0),
+        make_run([0.9], seed=0),
+        make_run([0.6], seed=1),
+    ]
+    with pytest.warns(UserWarning, match="of several runs with seed 0, the first counts"):
+        (summary,) = group(runs)
+    assert summary.runs == [runs[0], runs[2]] and summary.repeated == [runs[1]]
+    assert summary.last == spread([0.4, 0.6])
+
+
 def test_groups_are_labeled_by_algorithm_or_by_differing_settings() -> None:
     def labels(runs: list[Run]) -> list[str]:
         return [summary.label for summary in group(runs)]

@@ -342,6 +342,8 @@ def test_values_at_an_edge_are_reported_everywhere(
     assert f"is the {edge} of its grid: try " in mu
     diverged = tuned[1]._replace(chosen=tuned[1].chosen._replace(diverged=True))
     assert diverged.edges == []
+    tied = [trial._replace(score=0.5) for trial in tuned[1].trials]
+    assert tuned[1]._replace(trials=tied).edges == []
     for file in ("sweep.md", "report.html"):
         assert mu in (out / file).read_text()
 

@@ -1,10 +1,15 @@
 """Tests of user algorithms: loaded from files, and checked against the contract."""
 
+import copy
 import dataclasses
 import functools
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -360,3 +365,44 @@ def test_digest_of_a_network_changes_with_its_settings_and_not_with_its_weights(
     networks = [Halved(2, 2) for _ in range(3)]
     networks[2].factor = 0.25
     assert digest_of(networks[0]) == digest_of(networks[1]) != digest_of(networks[2])
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (torch.ones(3, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16)),
+        (torch.zeros(0), torch.zeros(0, 2)),
+        (np.array(["a"]), np.array(["b"])),
+        (np.array([1, None]), np.array([2, None])),
+        ((1, (2, 3)), ((1, 2), 3)),
+        ({"a": 1}, {"a": 1.0}),
+        (1, True),
+    ],
+)
+def test_digests_tell_values_apart(first: Any, second: Any) -> None:
+    assert digest_of(first) == digest_of(copy.deepcopy(first)) != digest_of(second)
+
+
+def test_digest_is_the_same_in_another_process(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import math\nFACTORS = {'a': (1, 2), 'b': {3.0, 'x'}}\n"
+        "class Change:\n    def __init__(self):\n        self.weight = math.pi\n"
+        "    def __call__(self, x):\n        return helper(self, x)\n"
+        "def helper(change, x):\n    return x * FACTORS['a'][0] if x else change(x)\n"
+    )
+    code = (
+        "from pathlib import Path; from fedcog.runs.config.user_code import digest_of; "
+        "from fedcog.data.sources.named_code import load_file; "
+        f"print(digest_of(load_file(Path({str(tmp_path / 'mine.py')!r})).Change()))"
+    )
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in "012"
+    }
+    assert len(digests) == 1 and len(digests.pop().strip()) == 16

@@ -98,7 +98,8 @@ class Tuned(NamedTuple):
 
         The best value may then lie outside. If all trials score alike, none is best.
         """
-        if self.chosen.diverged or len({trial.score for trial in self.trials}) == 1:
+        is_tied = len(self.trials) > 1 and len({trial.score for trial in self.trials}) == 1
+        if self.chosen.diverged or is_tied:
             return []
         return edge_sentences(self.experiment, self.space, self.chosen.point)
 

@@ -83,21 +83,7 @@ def from_folder(
         )
     if classes is None:
         classes = sorted({name for folder in folders for name in _class_names(folder)})
-    if len(folders) == 1:
-        splits = _hold_out_test(folders[0], classes)
-    else:
-        splits = [_labeled_files(folder, classes) for folder in folders]
-    if not all(splits):
-        hint = ""
-        if any(file.suffix.lower() in IMAGE_SUFFIXES for file in folders[0].iterdir()):
-            hint = ": images lie in it directly, so move them to a folder named after their class"
-        elif len(folders) == 1:
-            hint = (
-                f": give at least {TEST_STRIDE} per class, "
-                f"because every {TEST_STRIDE}th is for testing"
-            )
-        empty = folders[-1] if splits[0] else folders[0]
-        raise DataError(f"{empty} holds too few images in folders of classes{hint}.")
+    splits = _splits(folders, classes)
     _warn_about_empty(classes, folders, {name for split in splits for _, name in split})
     x = read_images([file for split in splits for file, _ in split], size)
     labels = [[name for _, name in split] for split in splits]
@@ -136,6 +122,26 @@ def _split_folders(folder: Path) -> list[Path]:
         )
     test = next((names[name] for name in TEST_NAMES if name in names), None)
     return [train] if test is None else [train, test]
+
+
+def _splits(folders: Sequence[Path], classes: Sequence[str]) -> list[list[LabeledFile]]:
+    """List the labeled files of training and test images; refuse a split without any."""
+    if len(folders) == 1:
+        splits = _hold_out_test(folders[0], classes)
+    else:
+        splits = [_labeled_files(folder, classes) for folder in folders]
+    if not all(splits):
+        hint = ""
+        if any(file.suffix.lower() in IMAGE_SUFFIXES for file in folders[0].iterdir()):
+            hint = ": images lie in it directly, so move them to a folder named after their class"
+        elif len(folders) == 1:
+            hint = (
+                f": give at least {TEST_STRIDE} per class, "
+                f"because every {TEST_STRIDE}th is for testing"
+            )
+        empty = folders[-1] if splits[0] else folders[0]
+        raise DataError(f"{empty} holds too few images in folders of classes{hint}.")
+    return splits
 
 
 def _warn_about_empty(classes: Sequence[str], folders: Sequence[Path], found: set[str]) -> None:

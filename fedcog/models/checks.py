@@ -181,7 +181,15 @@ def all_tensors(module: nn.Module) -> Params:
 
 
 def have_equal_values(first: Params, second: Params) -> bool:
-    """Whether two dicts hold equal tensors by the same names; NaN equals NaN."""
+    """Whether two dicts hold equal tensors by the same names.
+
+    Args:
+        first: Tensors by name.
+        second: Tensors by name.
+
+    Returns:
+        True if names, dtypes, shapes and values are equal; NaN equals NaN.
+    """
     return first.keys() == second.keys() and all(
         value.dtype == second[name].dtype and _equal(value, second[name])
         for name, value in first.items()

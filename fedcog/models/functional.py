@@ -124,11 +124,7 @@ class Model:
             for name, value in sorted(module.named_buffers())
             if name in checked.buffer_names
         }
-        self.constants = {
-            name: value
-            for name, value in all_tensors(module).items()
-            if name not in self.params and name not in self.buffers
-        }
+        self.constants = _without(all_tensors(module), self.params | self.buffers)
         self._train = copy.deepcopy(module).requires_grad_(False).train()
         self._eval = copy.deepcopy(module).requires_grad_(False).eval()
         self._is_vmappable = False
@@ -473,6 +469,10 @@ class Model:
         other.params = {name: value.to(device, dtype) for name, value in self.params.items()}
         other.buffers = {name: value.to(device, dtype) for name, value in self.buffers.items()}
         return other
+
+
+def _without(tensors: Params, others: Params) -> Params:
+    return {name: value for name, value in tensors.items() if name not in others}
 
 
 def _checked(

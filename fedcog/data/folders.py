@@ -75,8 +75,10 @@ def from_folder(
     Raises:
         DataError: If a folder or an image cannot be read, or there are too few images.
     """
-    folders = _split_folders(Path(train)) if test is None else [Path(train), Path(test)]
-    if len(folders) == 2 and folders[1].resolve().parent == folders[0].resolve():
+    folders = [Path(train)] if test is None else [Path(train), Path(test)]
+    if test is None:
+        folders = _split_folders(Path(train), classes)
+    elif classes is None and folders[1].resolve().parent == folders[0].resolve():
         raise DataError(
             f"{folders[1]} lies in {folders[0]}, where it would be a class: give the folder of the "
             "training images, or only the folder of both."
@@ -100,14 +102,15 @@ def from_folder(
     )
 
 
-def _split_folders(folder: Path) -> list[Path]:
+def _split_folders(folder: Path, classes: Sequence[str] | None) -> list[Path]:
     """Return the folders of both splits, or the folder itself if it holds classes.
 
-    A folder called `train` that directly holds images is a class.
+    A folder called `train` that directly holds images is a class. The test folder is the first one
+    that holds folders of the training classes.
     """
     names = {name.lower(): folder / name for name in _class_names(folder)}
     train = next((names[name] for name in TRAIN_NAMES if name in names), None)
-    if train is None and names and not names.keys() - TEST_NAMES:
+    if train is None and classes is None and names and not names.keys() - TEST_NAMES:
         raise DataError(
             f"{folder} holds {' and '.join(sorted(names))} and no training images: add a folder "
             "'train', or give the folder of the classes."
@@ -120,8 +123,15 @@ def _split_folders(folder: Path) -> list[Path]:
             f"{folder} holds both {train.name} with folders below it and {names[others[0]].name}: "
             f"give the folder of the training images, {train}, and that of the test images."
         )
-    test = next((names[name] for name in TEST_NAMES if name in names), None)
-    return [train] if test is None else [train, test]
+    candidates = [names[name] for name in TEST_NAMES if name in names]
+    known = set(_class_names(train)) if classes is None else set(classes)
+    labeled = [candidate for candidate in candidates if known & set(_class_names(candidate))]
+    if candidates and not labeled:
+        raise DataError(
+            f"{candidates[0]} holds no folder of a class of {train}: sort the images, or give the "
+            "folder of the training images alone."
+        )
+    return [train, *labeled[:1]]
 
 
 def _splits(folders: Sequence[Path], classes: Sequence[str]) -> list[list[LabeledFile]]:
@@ -177,7 +187,7 @@ def _class_names(folder: Path) -> list[str]:
         return [
             entry.name
             for entry in folder.iterdir()
-            if entry.is_dir() and not entry.name.startswith(".")
+            if entry.is_dir() and not entry.name.startswith((".", "__"))
         ]
     except OSError as error:
         raise DataError(f"{folder} is not a readable folder: {error.strerror or error}.") from error

@@ -26,7 +26,7 @@ OTHER_WEIGHTS = 1.25
 """Factor on weights in trials that tell weights from what a network kept of them."""
 OTHER_INPUTS = 0.75
 """Factor on trial inputs, likewise."""
-PLAIN_TYPES = (int, float, str, bool, type(None))
+PLAIN_TYPES = (int, str, bool, type(None))
 """Types of attributes that a pass may set, but not count up."""
 
 
@@ -161,7 +161,13 @@ def _try_pass(module: nn.Module, inputs: Tensor, num_classes: int, training: boo
         outputs, head = _find_head(copied, inputs, num_classes)
     is_random = states != _random_states()
     before = dict(_named_tensors(module))
-    changed = {name for name, value in _named_tensors(copied) if not _equal(value, before[name])}
+    after = dict(_named_tensors(copied))
+    for name in after:
+        if name not in before or after[name].shape != before[name].shape:
+            raise ModelError(
+                f"the network makes '{name}' in its first call: call it once on an example first."
+            )
+    changed = {name for name, value in after.items() if not _equal(value, before[name])}
     return _TrialPass(outputs, changed, head, dropout.num_calls, is_random)
 
 
@@ -255,15 +261,16 @@ def _depends_on_history(
 ) -> bool:
     """Whether outputs depend on earlier calls, as with counters, caches and own generators.
 
-    A network that was called before, with other weights and inputs, is compared with a new one.
+    A network that was called before in both modes, with other weights and inputs, is compared with
+    a new one.
     """
-    used = copy.deepcopy(module).train(training)
+    used = copy.deepcopy(module)
     attributes = []
-    for _ in range(2):
+    for mode in (training, not training, training):
         with KeyedDropout(trial_key(inputs.device)):
-            _try_forward(used, inputs.clone(), num_classes)
+            _try_forward(used.train(mode), inputs.clone(), num_classes)
         attributes.append(_plain_attributes(used))
-    if attributes[0] != attributes[1]:
+    if attributes[0] != attributes[2]:
         return True
     outputs = []
     for candidate in (copy.deepcopy(module).train(training), used):
@@ -279,7 +286,7 @@ def _depends_on_history(
 
 
 def _plain_attributes(module: nn.Module) -> list[dict[str, object]]:
-    """Return the numbers, texts and flags that layers keep as plain attributes."""
+    """Return the integers, texts and flags that layers keep as plain attributes."""
     return [
         {name: value for name, value in vars(layer).items() if isinstance(value, PLAIN_TYPES)}
         for layer in module.modules()
@@ -295,11 +302,13 @@ def _check_gradients(module: nn.Module, inputs: Tensor) -> None:
     gradients = []
     for is_given in (False, True):
         trained = copy.deepcopy(module).train()
+        names = {name for name, value in trained.named_parameters() if value.requires_grad}
+        trained.requires_grad_(not is_given)
         weights: dict[str, Tensor] = {}
         for name, value in trained.named_parameters():
-            if not value.requires_grad:
-                continue
-            if is_given:  # weights other than the network's own
+            if name not in names:
+                value.requires_grad_(False)
+            elif is_given:  # weights other than the network's own
                 weights[name] = (value.detach() * OTHER_WEIGHTS).requires_grad_()
             else:
                 with torch.no_grad():
@@ -347,11 +356,12 @@ def _check_parameters(module: nn.Module) -> None:
         )
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
-            for option, effect in (
-                ("max_norm", "writes to its weights in every pass"),
-                ("sparse", "has sparse gradients, which cannot be averaged"),
+            is_sparse = layer.sparse and layer.weight.requires_grad
+            for option, effect, applies in (
+                ("max_norm", "writes to its weights in every pass", layer.max_norm),
+                ("sparse", "has sparse gradients, which cannot be averaged", is_sparse),
             ):
-                if getattr(layer, option):
+                if applies:
                     raise ModelError(
                         f"layer '{name}' ({type(layer).__name__}) {effect}: remove {option}."
                     )
@@ -478,6 +488,8 @@ def _is_linear(layer: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> bo
 
 
 def _equal(first: Tensor, second: Tensor) -> bool:
+    if first.layout != torch.strided and first.layout == second.layout:
+        first, second = first.to_dense(), second.to_dense()
     if first.is_floating_point():
         return torch.equal(first.nan_to_num(), second.nan_to_num())
     return torch.equal(first, second)

@@ -155,12 +155,15 @@ def resolve_before_loading(experiment: Experiment) -> Experiment:
     )
 
 
-def check_augmentation(augmentation: Augmentation, data: FederatedData) -> None:
+def check_augmentation(augmentation: Augmentation, data: FederatedData) -> Tensor:
     """Call the user's augmentation on a few examples.
 
     Args:
         augmentation: The function.
         data: The data that it will change.
+
+    Returns:
+        The examples that it changed.
 
     Raises:
         ConfigError: If it fails, changes shape or dtype, or cannot be repeated.
@@ -196,6 +199,7 @@ def check_augmentation(augmentation: Augmentation, data: FederatedData) -> None:
                 "from its second argument, random.uniform(*shape), normal, integers or bernoulli."
             ]
         )
+    return found
 
 
 def client_names(experiment: Experiment, dataset: Dataset, indices: list[Tensor]) -> list[str]:

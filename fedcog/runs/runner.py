@@ -15,6 +15,7 @@ from fedcog.federation import torchrun
 from fedcog.federation.backend import Diverged, RoundRequest, RoundResult
 from fedcog.federation.server import Server
 from fedcog.federation.simulator import run_stacked_round
+from fedcog.runs.behavior import is_same
 from fedcog.runs.config.composition import algorithm_name
 from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.divergence import advice
@@ -454,7 +455,7 @@ def _check_same_experiment(directory: RunDirectory, experiment: Experiment, resu
             )
         raise RecordError(
             f"{directory.path} belongs to another experiment, which differs in "
-            f"{', '.join(changed)}. Choose another --out, or keep those settings.{hint}"
+            f"{', '.join(changed)}. Keep those settings, or start another run.{hint}"
         )
 
 
@@ -467,11 +468,14 @@ def _check_same_origin(
         "data": "on other data",
         "network": "of another network",
         "code": "by other code of your own algorithm or augmentation",
-        "objects": "by another network or augmentation, or with other values in them",
     }
-    for key, origin in origins.items():
-        if key == "objects" and key not in checkpoint.info:  # an earlier version's
-            continue
-        if checkpoint.info.get(key) != setup.checkpoint_info[key]:
-            file = directory.path / "checkpoint.safetensors"
-            raise RecordError(f"{file} was made {origin}: choose another --out.")
+    differs = [key for key in origins if checkpoint.info.get(key) != setup.checkpoint_info[key]]
+    found = [origins[key] for key in differs]
+    for role, numbers in checkpoint.info.get("behavior", {}).items():  # earlier versions have none
+        if not is_same(numbers, setup.checkpoint_info["behavior"].get(role, [])):
+            found.append(f"with another {role}, or other values in it")
+    if found:
+        file = directory.path / "checkpoint.safetensors"
+        raise RecordError(
+            f"{file} was made {found[0]}: continue with the same, or start another run."
+        )

@@ -37,9 +37,10 @@ from fedcog.models.initialization import Network, make_network
 from fedcog.models.libraries import input_note, name_fault
 from fedcog.models.tokens import check_tokens, continuous_shape
 from fedcog.models.zoo import MODELS, build
+from fedcog.runs.behavior import Behavior, network_behavior, summarize
 from fedcog.runs.config.composition import algorithm_name, named_layers
 from fedcog.runs.config.experiment import Experiment
-from fedcog.runs.config.user_code import describe_network, digest_of, function_source, user_source
+from fedcog.runs.config.user_code import describe_network, function_source, user_source
 from fedcog.runs.environment import find_device, num_workers
 from fedcog.runs.experiment_data import (
     adapt_dataset,
@@ -199,7 +200,7 @@ class ExperimentSetup:
             "code": hashlib.sha256(self._algorithm_source().encode()).hexdigest()[:16],
             "input_shape": list(self.model.input_shape),
             "classes": self.model.num_classes,
-            "objects": self._objects_digest,
+            "behavior": self._behavior,
         }
 
     def federation_record(self) -> tuple[Params, dict[str, Any]]:
@@ -292,8 +293,10 @@ class ExperimentSetup:
             local_tests=tests,
             augmentation=objects.augmentation,
         )
+        self._behavior: dict[str, Behavior] = {}
         if objects.augmentation is not None:
-            check_augmentation(objects.augmentation, self.data)
+            changed = check_augmentation(objects.augmentation, self.data)
+            self._behavior["augmentation"] = summarize(changed)
         self._augmentation = objects.augmentation
         self.user_object_names = _object_names(objects)
         self._check_evaluation(remote)
@@ -420,8 +423,8 @@ class ExperimentSetup:
         self._network_text += description
         model = Model(module, shape, num_classes, experiment.batch_size, generator)
         self.model = model.to(self.device, getattr(torch, experiment.precision))
-        network = (module, model.constants) if objects.model is not None else None
-        self._objects_digest = digest_of((network, objects.augmentation))
+        if objects.model is not None:
+            self._behavior["network"] = network_behavior(model, min(experiment.batch_size, 4))
 
     @property
     def _evaluates_clients(self) -> bool:
@@ -741,10 +744,15 @@ def _object_names(objects: UserObjects) -> dict[str, str]:
     names: dict[str, str] = {}
     if objects.data is not None:
         names["data"] = f"{objects.data.name}-{objects.data.fingerprint[:4]}"
-    for role, thing in {"network": objects.model, "augmentation": objects.augmentation}.items():
+    described = {
+        "network": (objects.model, describe_network(objects.model)),
+        "augmentation": (objects.augmentation, function_source(objects.augmentation)),
+    }
+    for role, (thing, text) in described.items():
         if thing is not None:
+            digest = hashlib.sha256(text.encode()).hexdigest()[:4]
             name = re.sub(r"\W", "", getattr(thing, "__name__", type(thing).__name__))
-            names[role] = f"{name}-{digest_of(thing)[:4]}"
+            names[role] = f"{name}-{digest}"
     return names
 
 

@@ -181,3 +181,25 @@ def test_only_known_formats_are_decoded(tmp_path: Path) -> None:
     )
     with pytest.raises(DataError, match=r"0\.png is not a readable image"):
         from_folder(tmp_path)
+
+
+def test_test_folder_is_one_with_the_training_classes(tmp_path: Path) -> None:
+    write_folders(tmp_path / "train")
+    write_image(tmp_path / "test" / "images" / "0.png", 1)
+    with pytest.raises(DataError, match=r"test holds no folder of a class of .*train: sort"):
+        from_folder(tmp_path)
+    write_folders(tmp_path / "val", 2)
+    (tmp_path / "__MACOSX").mkdir()
+    data = from_folder(tmp_path)
+    assert data.classes == ("cat", "dog") and len(data.test_y) == 4
+
+
+def test_named_classes_make_unusual_folders_unambiguous(tmp_path: Path) -> None:
+    write_folders(tmp_path)
+    write_folders(tmp_path / "test", 2)
+    data = from_folder(tmp_path, tmp_path / "test", classes=["cat", "dog"])
+    assert len(data.train_y) == 10 and len(data.test_y) == 4
+    for name in ("test", "valid"):
+        for i in range(5):
+            write_image(tmp_path / "odd" / name / f"{i}.png", i)
+    assert from_folder(tmp_path / "odd", classes=["test", "valid"]).classes == ("test", "valid")

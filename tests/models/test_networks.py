@@ -1,6 +1,7 @@
 """Tests of networks as pure functions: built-in and user networks, checks, and the head."""
 
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fedcog.algorithms import FedAvg
 from fedcog.models.checks import ModelError
 from fedcog.models.functional import Model
-from fedcog.models.initialization import initialize
+from fedcog.models.initialization import initialize, make_network
 from fedcog.models.zoo import build
 from fedcog.runs.pretrained import load_pretrained
 from fedcog.testing import (
@@ -632,3 +633,65 @@ def test_unfit_networks_are_refused_with_those_that_fit() -> None:
         build("small", (6,), 3, 0)
     with pytest.raises(ModelError, match=r"Choose another: .*resnet18, resnet18-gn"):
         build("cnn", (1, 4, 4), 3, 0)
+
+
+def keeps_statistics(net: WithRule, y: Tensor) -> Tensor:
+    """Statistics that are no buffer: evaluation would always see those of the start."""
+    if net.training:
+        net.kept = y.detach().mean(0)
+        return y - net.kept
+    return y if net.kept is None else y - net.kept
+
+
+def makes_a_buffer(net: WithRule, y: Tensor) -> Tensor:
+    if "table" not in net._buffers:
+        net.register_buffer("table", torch.arange(4.0))
+    return y + net.table
+
+
+def checkpoints_relu(net: WithRule, y: Tensor) -> Tensor:
+    hidden = checkpoint(lambda x: (x @ net.layer.weight).relu(), y, use_reentrant=False)
+    return y + hidden.sum(1, keepdim=True)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("rule", "reason"),
+    [
+        (keeps_statistics, "keeps something of a call"),
+        (makes_a_buffer, "makes 'table' in its first call: call it once"),
+        (checkpoints_relu, "torch.utils.checkpoint"),
+    ],
+)
+def test_state_outside_of_weights_is_refused(
+    rule: Callable[[WithRule, Tensor], Tensor], reason: str
+) -> None:
+    with pytest.raises(ModelError, match=reason):
+        Model(WithRule(rule), (3,), 4)
+
+
+def test_harmless_networks_are_accepted() -> None:
+    def measures_time(net: WithRule, y: Tensor) -> Tensor:
+        net.seconds = time.perf_counter()  # type: ignore[assignment]
+        return y
+
+    Model(WithRule(measures_time), (3,), 4)
+    frozen = nn.Linear(3, 4)
+    frozen.add_module("words", nn.Embedding(5, 4, sparse=True).requires_grad_(False))
+    Model(frozen, (3,), 4)
+
+
+class Graph(nn.Module):
+    """A network with a sparse matrix as a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.neighbors = torch.eye(6).to_sparse()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer((self.neighbors @ x.T).T)  # type: ignore[no-any-return]
+
+
+def test_sparse_constants_are_accepted() -> None:
+    models = [Model(make_network(Graph, (6,), 3, seed), (6,), 3) for seed in (0, 1)]
+    assert models[0].has_same_constants(models[1])

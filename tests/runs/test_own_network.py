@@ -10,6 +10,8 @@ from torch import nn
 
 import fedcog
 from fedcog import ConfigError, Experiment, FedCOG, ModelError
+from fedcog.models.functional import Model
+from fedcog.runs.behavior import is_same, network_behavior
 from fedcog.runs.records.run_directory import RecordError, RunDirectory
 
 TINY = Experiment(clients=4, rounds=2, local_steps=3, batch_size=8, threads=1, workers=1)
@@ -149,7 +151,7 @@ def test_network_that_vmap_cannot_map_is_refused_before_round_1(tmp_path: Path) 
 class Frozen(nn.Module):
     """A network with a frozen weight and a setting that its representation does not show."""
 
-    def __init__(self, scale: float = 1.0, power: int = 1) -> None:
+    def __init__(self, scale: float = 0.9, power: int = 1) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(scale), requires_grad=False)
         self.power = power
@@ -163,7 +165,31 @@ def test_resume_with_other_constants_is_refused(tmp_path: Path) -> None:
     longer = dataclasses.replace(TINY, rounds=3)
     fedcog.run(TINY, tmp_path / "run", model=Frozen(), report=False)
     for other in (Frozen(0.5), lambda: Frozen(power=2)):
-        with pytest.raises(RecordError, match="by another network or augmentation"):
+        with pytest.raises(RecordError, match="with another network, or other values in it"):
             fedcog.run(longer, tmp_path / "run", model=other, resume=True, report=False)
     run = fedcog.run(longer, tmp_path / "run", model=Frozen, resume=True, report=False)
     assert len(run.lines) == 3
+
+
+def test_resume_with_a_network_that_was_used_is_accepted(tmp_path: Path) -> None:
+    net = Net()
+    fedcog.run(TINY, tmp_path / "run", model=net, report=False)
+    net.train()(torch.rand(5, 1, 8, 8)).sum().backward()
+    net.eval()
+    longer = dataclasses.replace(TINY, rounds=3)
+    assert (
+        len(fedcog.run(longer, tmp_path / "run", model=net, resume=True, report=False).lines) == 3
+    )
+
+
+def test_behavior_of_a_network_depends_on_all_but_its_weights() -> None:
+    def behavior(module: nn.Module) -> list[float]:
+        return network_behavior(Model(module, (1, 8, 8), 10), 4)
+
+    first = behavior(Net())
+    assert is_same(first, behavior(Net()))
+    other = Net()
+    other.body[4].p = 0.5
+    assert not is_same(first, behavior(other))
+    assert is_same(behavior(Frozen()), behavior(Frozen()))
+    assert not is_same(behavior(Frozen()), behavior(Frozen(scale=0.8)))

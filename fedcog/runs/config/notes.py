@@ -50,7 +50,7 @@ def _unused_settings(experiment: Experiment) -> Iterator[str]:
             yield f"{name} has no effect with this learning rate schedule."
     if experiment.optimizer != "sgd" and changed("momentum"):
         yield f"momentum has no effect with --optimizer {experiment.optimizer}."
-    if experiment.local_epochs and changed("local_steps"):
+    if experiment.local_epochs and not experiment.devices and changed("local_steps"):
         yield "local_steps has no effect with --local-epochs."
     if experiment.shift == "none" and changed("shift_strength"):
         yield "shift_strength has no effect without --shift."

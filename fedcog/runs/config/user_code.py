@@ -1,19 +1,13 @@
 """The user's own code: what a command line names as FILE.py:Name, and its source."""
 
 import contextlib
-import functools
-import hashlib
 import inspect
 import re
-import sys
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedcog.algorithms import ALGORITHMS, Algorithm
 from fedcog.core import settings
@@ -26,8 +20,6 @@ UserClasses = dict[str, type[Algorithm]]
 """The user's algorithm classes by class name."""
 LIBRARY_PACKAGES = ("fedcog", "torch", "builtins", "abc", "typing")
 """Packages whose source is not the user's."""
-PLAIN_TYPES = (str, bytes, int, float, complex, bool, type(None), Path)
-"""Types that a representation describes."""
 
 
 def resolve(
@@ -179,119 +171,9 @@ def function_source(function: Callable[..., Any] | None) -> str:
         return ""
     if isinstance(function, NamedCode):
         function = function.load()
+    if getattr(function, "__name__", "") == "<lambda>":  # its source is that of the whole line
+        return "lambda"
     try:
         return inspect.getsource(function)
     except (OSError, TypeError):
         return str(getattr(function, "__qualname__", type(function).__qualname__))
-
-
-def digest_of(thing: Any) -> str:
-    """Return a digest of a user's object that changes with its code and the values that it uses.
-
-    Args:
-        thing: A function, class, network, tensor, or other object. Weights of networks do not
-            count.
-
-    Returns:
-        16 hexadecimal digits. They are the same in another process.
-    """
-    return _Digests().of(thing)[:16]
-
-
-class _Digests:
-    """Digests of objects and of what they hold: source, values that functions read, attributes."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, str]] = {}  # keeps objects alive, so ids stay theirs
-
-    def of(self, thing: Any) -> str:
-        """Return the digest of an object."""
-        if isinstance(thing, NamedCode):
-            thing = thing.load()
-        if id(thing) not in self._known:
-            self._known[id(thing)] = thing, "a cycle"
-            text = "\n".join((type(thing).__qualname__, *self._facts(thing)))
-            self._known[id(thing)] = thing, hashlib.sha256(text.encode()).hexdigest()
-        return self._known[id(thing)][1]
-
-    def _facts(self, thing: Any) -> Iterator[str]:
-        if isinstance(thing, PLAIN_TYPES):
-            yield repr(thing)
-        elif isinstance(thing, Tensor):
-            content = thing.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            yield f"{thing.dtype} {list(thing.shape)}"
-            yield hashlib.sha256(content.numpy().data).hexdigest()
-        elif isinstance(thing, np.ndarray):
-            yield f"{thing.dtype} {thing.shape}"
-            is_plain = thing.dtype != object
-            yield (
-                hashlib.sha256(thing.tobytes()).hexdigest() if is_plain else self.of([*thing.flat])
-            )
-        elif isinstance(thing, Mapping):
-            for key, value in thing.items():
-                yield from (self.of(key), self.of(value))
-        elif isinstance(thing, list | tuple):
-            yield from map(self.of, thing)
-        elif isinstance(thing, set | frozenset):
-            yield from sorted(map(self.of, thing))
-        elif isinstance(thing, functools.partial):
-            yield from map(self.of, (thing.func, thing.args, thing.keywords))
-        elif inspect.ismethod(thing):
-            yield from map(self.of, (thing.__func__, thing.__self__))
-        elif inspect.isfunction(thing):
-            yield from self._function_facts(thing)
-        elif inspect.isclass(thing):
-            yield from self._class_facts(thing)
-        elif isinstance(thing, nn.Module):
-            yield repr(thing)
-            for part in thing.modules():
-                if _is_users(type(part)):
-                    held = {name: value for name, value in vars(part).items() if _is_setting(value)}
-                    yield from map(self.of, (type(part), held))
-        elif _is_users(type(thing)):
-            yield from map(self.of, (type(thing), getattr(thing, "__dict__", {})))
-
-    def _function_facts(self, function: types.FunctionType) -> Iterator[str]:
-        """Describe a function: its source, and the values and user code that it reads."""
-        yield function.__qualname__
-        if not _is_users(function):
-            return
-        with contextlib.suppress(OSError, TypeError):
-            yield inspect.getsource(function)
-        yield from map(self.of, (function.__defaults__, function.__kwdefaults__))
-        try:
-            read = inspect.getclosurevars(function)
-        except ValueError:  # a variable of the enclosing function has no value yet
-            return
-        for name, value in sorted({**read.globals, **read.nonlocals}.items()):
-            yield name
-            if not inspect.ismodule(value):
-                yield self.of(value)
-
-    def _class_facts(self, cls: type) -> Iterator[str]:
-        """Describe a class: the source of the user's part of it, and what its methods read."""
-        yield cls.__qualname__
-        for base in cls.__mro__:
-            if not _is_users(base):
-                continue
-            with contextlib.suppress(OSError, TypeError):
-                yield inspect.getsource(base)
-            for name, value in vars(base).items():
-                if inspect.isfunction(value):
-                    yield self.of(value)
-                elif isinstance(value, PLAIN_TYPES) and not name.startswith("__"):
-                    yield f"{name} {value!r}"
-
-
-def _is_setting(value: Any) -> bool:
-    """Whether an attribute of a layer is a setting, and no weight or layer."""
-    return isinstance(value, (*PLAIN_TYPES, tuple, list)) or callable(value)
-
-
-def _is_users(code: Any) -> bool:
-    """Whether a class or function is the user's, and of no library."""
-    package = (getattr(code, "__module__", None) or "builtins").partition(".")[0]
-    if package in LIBRARY_PACKAGES or package in sys.stdlib_module_names - {"__main__"}:
-        return False
-    file = getattr(sys.modules.get(package), "__file__", None) or ""
-    return "site-packages" not in file and "dist-packages" not in file

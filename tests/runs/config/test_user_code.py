@@ -1,15 +1,9 @@
 """Tests of user algorithms: loaded from files, and checked against the contract."""
 
-import copy
 import dataclasses
-import functools
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,8 +12,7 @@ from fedcog import ConfigError, FedCOG
 from fedcog.algorithms import Algorithm, Batch, ClientContext, LocalWork, StepGradient
 from fedcog.cli.main import main
 from fedcog.core.tree import Params, State
-from fedcog.data.sources.named_code import load_file
-from fedcog.runs.config.user_code import digest_of, resolve
+from fedcog.runs.config.user_code import resolve
 from fedcog.testing import check_algorithm, neutral_equals_fedavg
 
 USER_CODE = """
@@ -317,92 +310,3 @@ def test_contract_finds_a_teacher_that_moves_running_statistics() -> None:
 def test_contract_finds_moved_statistics_without_neutral_settings() -> None:
     with pytest.raises(AssertionError, match=r"one_pass_moves_statistics: .*running_mean"):
         check_algorithm(TeacherMovesStatistics(1.0))
-
-
-def make_scaled(scale: float) -> Any:
-    return lambda x: x * scale
-
-
-class Scaled:
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
-
-    def __call__(self, x: Any) -> Any:
-        return x * self.scale
-
-
-def scaled(x: Any, scale: float = 1.0) -> Any:
-    return x * scale
-
-
-@pytest.mark.parametrize(
-    "make",
-    [make_scaled, Scaled, lambda scale: functools.partial(scaled, scale=scale)],
-    ids=["closure", "instance", "partial"],
-)
-def test_digest_of_code_changes_with_its_values(make: Any) -> None:
-    assert digest_of(make(0.5)) == digest_of(make(0.5)) != digest_of(make(0.25))
-
-
-def test_digest_of_a_function_changes_with_the_helper_that_it_calls(tmp_path: Path) -> None:
-    digests = []
-    for factor in ("0.5", "0.25", "0.5"):
-        file = tmp_path / str(len(digests)) / "mine.py"
-        file.parent.mkdir()
-        file.write_text(
-            f"FACTOR = {factor}\ndef helper(x):\n    return x * FACTOR\n"
-            "def augment(x, random):\n    return helper(x)\n"
-        )
-        digests.append(digest_of(load_file(file).augment))
-    assert digests[0] == digests[2] != digests[1]
-
-
-class Halved(torch.nn.Linear):
-    factor = 0.5
-
-
-def test_digest_of_a_network_changes_with_its_settings_and_not_with_its_weights() -> None:
-    networks = [Halved(2, 2) for _ in range(3)]
-    networks[2].factor = 0.25
-    assert digest_of(networks[0]) == digest_of(networks[1]) != digest_of(networks[2])
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (torch.ones(3, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16)),
-        (torch.zeros(0), torch.zeros(0, 2)),
-        (np.array(["a"]), np.array(["b"])),
-        (np.array([1, None]), np.array([2, None])),
-        ((1, (2, 3)), ((1, 2), 3)),
-        ({"a": 1}, {"a": 1.0}),
-        (1, True),
-    ],
-)
-def test_digests_tell_values_apart(first: Any, second: Any) -> None:
-    assert digest_of(first) == digest_of(copy.deepcopy(first)) != digest_of(second)
-
-
-def test_digest_is_the_same_in_another_process(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "import math\nFACTORS = {'a': (1, 2), 'b': {3.0, 'x'}}\n"
-        "class Change:\n    def __init__(self):\n        self.weight = math.pi\n"
-        "    def __call__(self, x):\n        return helper(self, x)\n"
-        "def helper(change, x):\n    return x * FACTORS['a'][0] if x else change(x)\n"
-    )
-    code = (
-        "from pathlib import Path; from fedcog.runs.config.user_code import digest_of; "
-        "from fedcog.data.sources.named_code import load_file; "
-        f"print(digest_of(load_file(Path({str(tmp_path / 'mine.py')!r})).Change()))"
-    )
-    digests = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env=os.environ | {"PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in "012"
-    }
-    assert len(digests) == 1 and len(digests.pop().strip()) == 16

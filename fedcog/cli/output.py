@@ -165,7 +165,8 @@ def print_results(runs: Sequence[Run], style: Style) -> None:
         print_result(text, style)
     scored = [run for run in runs if run.scores or run.diverged]
     if not scored:
-        print_result("no round has been evaluated yet", style)
+        for group in summary.group(runs):
+            print_result(f"{group.label}: {_validation_score(group)}", style)
         return
     rows = summary.rows(scored)
     names = " or ".join(dict.fromkeys(METRIC_LABELS[run.metric] for run in scored))
@@ -189,6 +190,16 @@ def print_results(runs: Sequence[Run], style: Style) -> None:
         for column in columns:
             if note := summary.NOTES.get(summary.COLUMNS[column]):
                 out.print(note, markup=False)
+
+
+def _validation_score(group: summary.Group) -> str:
+    """Return the last score on validation examples of a group without test scores."""
+    lines = [run.lines[-1] for run in group.runs if run.lines]
+    for metric, label in METRIC_LABELS.items():
+        scores = [line[key] for line in lines if (key := f"validation_{metric}") in line]
+        if scores:
+            return f"validation {label} {summary.spread(scores).percent()} %"
+    return "no round has been evaluated yet"
 
 
 def _new_table(*columns: str, title: str = "", right: Collection[str] = ()) -> Table:

@@ -238,6 +238,14 @@ def split_dataset(experiment: Experiment, dataset: Dataset) -> list[Tensor]:
                     "--indices, or give your own data with `indices`; or choose another partition."
                 ]
             )
+        num_used = sum(map(len, dataset.indices))
+        if num_used < len(dataset.train_y):
+            warnings.warn(
+                f"{len(dataset.train_y) - num_used} of the {len(dataset.train_y)} training "
+                "examples are in no client's indices and not used.",
+                DataWarning,
+                stacklevel=2,
+            )
         return list(dataset.indices)
     users = None if dataset.users is None else dataset.users.numpy()
     parts = schemes.make_partition(

@@ -434,14 +434,14 @@ def _check_same_experiment(directory: RunDirectory, experiment: Experiment, resu
     """Refuse a directory that holds another run, or one that is not to be resumed."""
     recorded = directory.experiment()
     num_rounds = len(directory.lines())
-    if directory.failure() and not num_rounds:  # it diverged in its first round: nothing to lose
+    if not num_rounds and not resume:  # it failed or diverged in its first round
         return
     if not resume:
         state = ", then it diverged" if directory.failure() else ""
         raise RecordError(
             f"{directory.path} already holds a run ({num_rounds} of {recorded.rounds} rounds"
-            f"{state}). Continue it with: fedcog run --resume {directory.path}   or choose another "
-            "--out."
+            f"{state}). Continue it with: fedcog run --resume {directory.path}   or, in Python, "
+            "resume=True; or choose another --out."
         )
     if recorded.identity != experiment.identity:
         mine = experiment.identifying_settings()

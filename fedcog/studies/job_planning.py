@@ -178,8 +178,12 @@ def is_prefix(job: Job, other: Job) -> bool:
 
 
 def _ignoring_rounds(job: Job) -> Job:
-    """Replace the number of rounds by one: it does not change the rounds themselves."""
-    return job._replace(experiment=dataclasses.replace(job.experiment, rounds=1))
+    """Replace the number of rounds by one; what schedules make of it stays."""
+    experiment = job.experiment
+    horizon = experiment.lr_rounds
+    if experiment.client_lr.uses_horizon or experiment.server_lr.uses_horizon:
+        horizon = experiment.client_lr.horizon
+    return job._replace(experiment=dataclasses.replace(experiment, rounds=1, lr_rounds=horizon))
 
 
 def _split_stack(jobs: Sequence[Job]) -> list[list[Job]]:

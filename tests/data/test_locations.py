@@ -12,6 +12,7 @@ from PIL import Image
 
 import fedcog
 from fedcog import ConfigError, DataError, Experiment
+from fedcog.data.datasets import DataWarning
 from fedcog.data.sources import locations
 from fedcog.data.sources.client_indices import read_client_indices
 from fedcog.runs.records.run_directory import RunDirectory
@@ -121,7 +122,7 @@ def test_array_file_with_users_and_classes(tmp_path: Path) -> None:
 
 def test_bad_array_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.savez(tmp_path / "objects.npz", train_x=np.array([{}, {}]), train_y=[0, 1])
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="holds Python objects"):
         fedcog.load_dataset(str(tmp_path / "objects.npz"))
     np.savez(tmp_path / "lacks.npz", train_x=np.zeros((2, 2)), label=[0, 1])
     with pytest.raises(DataError, match=r"holds train_x, label, and no array called train_y"):
@@ -313,3 +314,20 @@ def test_wrong_options_and_locations_are_explained(tmp_path: Path) -> None:
         ConfigError, match=r"names no class in the file: add it, --model n\.py:Name"
     ):
         Experiment(model="n.py")
+
+
+def test_array_of_objects_is_named_with_a_remedy(tmp_path: Path) -> None:
+    path = write_arrays(tmp_path / "a.npz", train_y=np.array(["a", "b"] * 20, object))
+    with pytest.raises(DataError, match=r"'train_y' holds Python objects.*train_y\.astype\(str\)"):
+        fedcog.load_dataset(str(path))
+
+
+def test_examples_of_no_client_are_counted() -> None:
+    data = fedcog.from_arrays(np.zeros((6, 2), "f4"), [0, 1] * 3, indices=[[0, 1], [3]])
+    with pytest.warns(DataWarning, match="3 of the 6 training examples are in no client's"):
+        assert len(fedcog.partition(data)) == 2
+
+
+def test_file_of_code_without_a_name_is_explained() -> None:
+    with pytest.raises(ConfigError, match=r"name of a function in the file, --dataset m\.py:Name"):
+        Experiment(dataset="m.py")

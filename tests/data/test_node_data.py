@@ -89,7 +89,7 @@ def write_faulty(folder: Path, fault: str) -> str:
         ("sizes", "bring all images to one size"),
         ("broken", "b.png is not a readable image"),
         ("empty", "holds no images"),
-        ("pickle", "cannot be read"),
+        ("pickle", "holds Python objects"),
         ("names", "holds no array called"),
         ("garbage", "cannot be read"),
     ],

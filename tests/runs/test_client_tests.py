@@ -11,6 +11,7 @@ import torch
 
 import fedcog
 from fedcog import ConfigError, Ditto, Experiment, FedAvg, FedCOG, FedRep
+from fedcog.cli.output import print_results
 from fedcog.data import registry, shifts
 from fedcog.data.datasets import DataWarning
 from fedcog.runs.records.run_directory import RecordError, RunDirectory
@@ -300,3 +301,24 @@ def test_metric_that_is_never_a_number_is_no_unknown_one(tmp_path: Path) -> None
             fedcog.table(run, metric=name)
     with pytest.raises(ConfigError, match="unknown metric 'metrics/even'"):
         fedcog.table(run, metric="metrics/even")
+
+
+def test_validation_score_is_printed_without_test_scores(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experiment = dataclasses.replace(
+        TINY, local_test=0.0, validation=0.2, evaluate_test=False, evaluate_local=False
+    )
+    run = fedcog.run(experiment, tmp_path / "run", report=False)
+    print_results([run], "plain")
+    score = 100 * run.lines[-1]["validation_accuracy"]
+    assert f"fedavg: validation accuracy {score:.2f} %" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="name a metric, such as validation_accuracy"):
+        fedcog.table(run)
+
+
+def test_run_that_failed_before_round_1_may_start_again(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="metric 'bad' failed"):
+        fedcog.run(TINY, tmp_path / "run", metrics={"bad": lambda logits, labels: 1 / 0})
+    metrics = {"good": lambda logits, labels: 0.0}
+    assert fedcog.run(TINY, tmp_path / "run", metrics=metrics, report=False).lines

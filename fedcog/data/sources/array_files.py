@@ -46,7 +46,7 @@ def read_arrays(path: Path) -> Arrays:
                 f"{path} holds {num_bytes:,} bytes, more than {MAX_FILE_BYTES:,}: store less in it."
             )
         with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
+            arrays = {name: _read_array(path, file, name) for name in file.files}
     except (
         OSError,
         ValueError,
@@ -64,6 +64,18 @@ def read_arrays(path: Path) -> Arrays:
         if not isinstance(array, np.ndarray):
             raise DataError(f"{path}: '{name}' is no array: save the file with np.savez.")
     return arrays
+
+
+def _read_array(path: Path, file: Any, name: str) -> Any:
+    try:
+        return file[name]
+    except ValueError as error:
+        if "allow_pickle" not in str(error):
+            raise
+        raise DataError(
+            f"{path}: '{name}' holds Python objects, which are not read: save texts with "
+            f"{name}.astype(str)."
+        ) from error
 
 
 def read_array_file(path: Path) -> Dataset:

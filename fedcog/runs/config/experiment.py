@@ -451,7 +451,10 @@ class Experiment:
             )
         elif kind == "unknown" and text != "custom":
             known = settings.unknown_name("data set", text, data.DATASETS)
-            yield f"{known} Or give {locations.FORMS}."
+            forms = locations.FORMS
+            if text.endswith(".py"):
+                forms = f"the name of a function in the file, --dataset {text}:Name"
+            yield f"{known} Or give {forms}."
         columns = (self.input_column, self.label_column, self.user_column)
         if any(columns) and kind != "hub":
             yield (

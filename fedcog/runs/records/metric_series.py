@@ -84,9 +84,12 @@ def with_values(runs: Sequence[Run], metric: str = "") -> list[Run]:
                 stacklevel=3,
             )
         return found
-    if not metric:
-        raise ConfigError(["no round has been evaluated on test examples: name a metric."])
     known = dict.fromkeys(key for run in runs for line in run.lines for key in round_metrics(line))
+    if not metric:
+        example = next((key for key in known if key.startswith("validation_")), "loss")
+        raise ConfigError(
+            [f"no round has been evaluated on test examples: name a metric, such as {example}."]
+        )
     if any(_is_recorded(line, metric) for run in runs for line in run.lines):
         raise ConfigError([f"metric '{metric}' was NaN or infinite in every round."])
     raise ConfigError([unknown_name("metric", metric, list(known))])

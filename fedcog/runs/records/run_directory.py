@@ -503,6 +503,10 @@ def runs_below(directories: Sequence[str | Path]) -> list[Path]:
     for directory in directories:
         files = sorted(Path(directory).rglob("experiment.toml"))
         found |= dict.fromkeys(file.parent for file in files)
+        if not files and (Path(directory) / "sweep.md").is_file():
+            raise RecordError(
+                f"{directory} holds a sweep, which keeps no runs: see its report.html and sweep.md."
+            )
         if not files:
             empty.append(str(directory))
     if empty:

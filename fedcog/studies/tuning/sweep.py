@@ -17,7 +17,7 @@ from fedcog.core import settings
 from fedcog.core.errors import Interrupted
 from fedcog.core.settings import ConfigError
 from fedcog.core.tasks import METRIC_LABELS
-from fedcog.data import Dataset
+from fedcog.data import DATASETS, Dataset
 from fedcog.models.initialization import Network
 from fedcog.runs.config.composition import algorithm_name, named_layers
 from fedcog.runs.config.experiment import Experiment
@@ -27,7 +27,7 @@ from fedcog.runs.records.recorded_run import Run, read
 from fedcog.runs.records.run_directory import RecordError, RunDirectory, write_file
 from fedcog.runs.records.summary import Group
 from fedcog.runs.runner import Callback, with_user_objects
-from fedcog.runs.setup import UserObjects, check_seeds
+from fedcog.runs.setup import UserObjects, check_seeds, load_data
 from fedcog.studies import job_planning
 from fedcog.studies.job_queue import JobQueue
 from fedcog.studies.result_store import Job, Result, Results
@@ -453,11 +453,32 @@ def run_sweep(
         Each algorithm with its trials and final runs.
     """
     objects = objects or UserObjects()
+    _check_test_set(plan, objects)
     running = Sweep(plan, out, _hash_user_objects(plan, objects))
     running.write_plan()
     queue = JobQueue(running.results, objects=objects, **options)
     running.run(queue)
     return running.tuned()
+
+
+def _check_test_set(plan: SweepPlan, objects: UserObjects) -> None:
+    """Refuse data on which the final runs could not be evaluated; registered data sets have tests.
+
+    Raises:
+        ConfigError: If there are no test examples.
+    """
+    for experiment in plan.experiments:
+        is_held_out = experiment.local_test or "local_test" in plan.space
+        if is_held_out or experiment.dataset in DATASETS:
+            continue
+        dataset = load_data(experiment, objects)
+        if not len(dataset.test_y):
+            raise ConfigError(
+                [
+                    f"the data set '{dataset.name}' has no test set, and the final runs of a sweep "
+                    "need one: hold out test examples at every client with --local-test 0.2."
+                ]
+            )
 
 
 def _hash_user_objects(plan: SweepPlan, objects: UserObjects) -> str:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import fedcog
@@ -30,7 +31,7 @@ from fedcog.cli.main import main
 from fedcog.core.errors import Interrupted
 from fedcog.data import registry
 from fedcog.studies import job_planning
-from fedcog.studies.result_store import Results
+from fedcog.studies.result_store import Job, Results
 from fedcog.studies.tuning import sweep_tables
 from fedcog.studies.tuning.sweep import Sweep, plan_sweep
 from tests.support.paths import REPO
@@ -465,3 +466,30 @@ def test_evaluate_test_off_needs_validation() -> None:
     with pytest.raises(ConfigError, match="no-evaluate-local"):
         Experiment(evaluate_test=False, validation=0.1)
     assert Experiment(evaluate_test=False, validation=0.1, evaluate_local=False)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "step", "constant"])
+def test_schedules_with_warmup_can_be_swept(kind: str, tmp_path: Path) -> None:
+    more = {"lr_step": 2, "lr_decay": 0.5} if kind == "step" else {}
+    experiment = Experiment(
+        rounds=4, local_steps=2, clients=3, validation=0.2, lr_schedule=kind, lr_warmup=2, **more
+    )
+    (tuned,) = fedcog.sweep([experiment], {"lr": [0.01, 0.1]}, tmp_path, trials=2, seeds=[0])
+    assert len(tuned.runs[0].lines) == 4
+
+
+def test_shorter_run_of_a_fading_schedule_is_no_prefix() -> None:
+    def job(rounds: int, kind: str) -> Job:
+        return Job(Experiment(lr_schedule=kind, rounds=rounds, evaluate_local=False))  # type: ignore[arg-type]
+
+    assert not job_planning.is_prefix(job(3, "linear"), job(9, "linear"))
+    assert job_planning.is_prefix(job(3, "exponential"), job(9, "exponential"))
+
+
+def test_sweep_on_data_without_tests_is_refused_before_the_first_trial(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    data = from_arrays(generator.normal(size=(60, 4)).astype("f4"), np.arange(60) % 3)
+    experiment = Experiment(rounds=1, local_steps=1, clients=2, partition="iid", validation=0.2)
+    with pytest.raises(ConfigError, match=r"final runs of a sweep need one.*--local-test 0.2"):
+        fedcog.sweep([experiment], {"lr": [0.01, 0.1]}, tmp_path, trials=2, data=data)
+    assert not list(tmp_path.iterdir())

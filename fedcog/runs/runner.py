@@ -15,7 +15,7 @@ from fedcog.federation import torchrun
 from fedcog.federation.backend import Diverged, RoundRequest, RoundResult
 from fedcog.federation.server import Server
 from fedcog.federation.simulator import run_stacked_round
-from fedcog.runs.behavior import is_same
+from fedcog.models.behavior import is_same
 from fedcog.runs.config.composition import algorithm_name
 from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.divergence import advice

@@ -31,13 +31,13 @@ from fedcog.engine.privacy import Privacy
 from fedcog.federation.client_sampling import ClientSampling, PowerOfChoice, Uniform
 from fedcog.federation.server import Schedule, Server
 from fedcog.federation.simulator import LocalWorkload, Simulator, WeightRule
+from fedcog.models.behavior import Behavior, network_behavior, summarize
 from fedcog.models.checks import TOKENS_HINT, ModelError
 from fedcog.models.functional import Model
 from fedcog.models.initialization import Network, make_network
 from fedcog.models.libraries import input_note, name_fault
 from fedcog.models.tokens import check_tokens, continuous_shape
 from fedcog.models.zoo import MODELS, build
-from fedcog.runs.behavior import Behavior, network_behavior, summarize
 from fedcog.runs.config.composition import algorithm_name, named_layers
 from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.config.user_code import describe_network, function_source, user_source
@@ -298,7 +298,6 @@ class ExperimentSetup:
             changed = check_augmentation(objects.augmentation, self.data)
             self._behavior["augmentation"] = summarize(changed)
         self._augmentation = objects.augmentation
-        self.user_object_names = _object_names(objects)
         self._check_evaluation(remote)
 
     def _load_data(self, objects: UserObjects) -> Dataset:
@@ -421,6 +420,7 @@ class ExperimentSetup:
             continuous_shape(module, shape),
         )
         self._network_text += description
+        self.user_object_names = _object_names(objects, self._network_text)
         model = Model(module, shape, num_classes, experiment.batch_size, generator)
         self.model = model.to(self.device, getattr(torch, experiment.precision))
         if objects.model is not None:
@@ -739,14 +739,14 @@ def check_seeds(model: Network | None, seeds: Iterable[int]) -> None:
         )
 
 
-def _object_names(objects: UserObjects) -> dict[str, str]:
+def _object_names(objects: UserObjects, network_text: str) -> dict[str, str]:
     """Name the user's own objects, with the first digits of a digest that tells them apart."""
     names: dict[str, str] = {}
     if objects.data is not None:
         names["data"] = f"{objects.data.name}-{objects.data.fingerprint[:4]}"
     described = {
-        "network": (objects.model, describe_network(objects.model)),
-        "augmentation": (objects.augmentation, function_source(objects.augmentation)),
+        "network": (objects.model, network_text),
+        "augmentation": (objects.augmentation, _code_text(objects.augmentation)),
     }
     for role, (thing, text) in described.items():
         if thing is not None:
@@ -754,6 +754,15 @@ def _object_names(objects: UserObjects) -> dict[str, str]:
             name = re.sub(r"\W", "", getattr(thing, "__name__", type(thing).__name__))
             names[role] = f"{name}-{digest}"
     return names
+
+
+def _code_text(function: Augmentation | None) -> str:
+    """Return the source of a function, or the byte code of a lambda."""
+    code = getattr(function, "__code__", None)
+    if code is not None and code.co_name == "<lambda>":
+        constants = [one for one in code.co_consts if not isinstance(one, type(code))]
+        return f"{code.co_code.hex()} {code.co_names} {constants}"
+    return function_source(function)
 
 
 def check_objects(experiment: Experiment, objects: UserObjects) -> None:

@@ -10,8 +10,8 @@ from torch import nn
 
 import fedcog
 from fedcog import ConfigError, Experiment, FedCOG, ModelError
+from fedcog.models.behavior import is_same, network_behavior
 from fedcog.models.functional import Model
-from fedcog.runs.behavior import is_same, network_behavior
 from fedcog.runs.records.run_directory import RecordError, RunDirectory
 
 TINY = Experiment(clients=4, rounds=2, local_steps=3, batch_size=8, threads=1, workers=1)
@@ -193,3 +193,11 @@ def test_behavior_of_a_network_depends_on_all_but_its_weights() -> None:
     assert not is_same(first, behavior(other))
     assert is_same(behavior(Frozen()), behavior(Frozen()))
     assert not is_same(behavior(Frozen()), behavior(Frozen(scale=0.8)))
+
+
+def test_lambdas_that_build_other_networks_have_other_names(tmp_path: Path) -> None:
+    names = []
+    for number, make in enumerate((lambda: Net(10), lambda: Frozen(), lambda: Net(10))):
+        run = fedcog.run(TINY, tmp_path / str(number), model=make, report=False)
+        names.append(run.user_objects["network"])
+    assert names[0] == names[2] != names[1]

@@ -28,9 +28,9 @@ methods = {
     "Ditto with FedCOG": fedcog.FedCOG(ditto, start_round=4, count=32, steps=20),
 }
 
-# "personal" is the mean score of the clients' models, each on the client's own label mix. The head
-# of FedRep's global model is untrained.
-print(f"{'last round':<22}{'personal':>10}{'worst client':>14}{'global':>9}")
+# "label mix" is the mean score of the clients' models on the test set, in which each client weighs
+# classes by their share of its examples. The head of FedRep's global model is untrained.
+print(f"{'last round':<22}{'label mix':>10}{'worst client':>14}{'global':>9}")
 for name, method in methods.items():
     experiment = replace(base, algorithm=method)
     run = fedcog.run(experiment, f"runs/personal/{name}", resume=True, report=False)

@@ -118,8 +118,9 @@ def run(
         experiment: The experiment.
         out: The run directory; runs/DATASET-ALGORITHM-SEED by default.
         **keywords: `data`, `model`, `generator`: your own objects instead of what the experiment
-            names. `model` is a class or a function without arguments, which starts from the
-            experiment's seed, or an instance, whose weights are the start. `augmentation`: a
+            names. `model` is a class or function, which starts from the experiment's seed and is
+            called with `num_classes` and `input_shape` if it names them as parameters, or an
+            instance, whose weights are the start. `augmentation`: a
             function of (x, random) that returns the training examples of a batch changed; see
             `docs/howto/augmentation.md`. `resume`: continue the
             run in the directory after its last checkpoint; a finished one is only read. `report`:

@@ -1,10 +1,10 @@
 """The section about the clients' own test examples, and the table of further metrics."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fedcog.core.tasks import METRIC_LABELS
 from fedcog.report import figures, run_values
-from fedcog.report.figures import Curve
+from fedcog.report.figures import Curve, line_style
 from fedcog.report.markup import NO_VALUE, figure, table
 from fedcog.report.run_values import RoundLine
 from fedcog.report.sections import table_head, table_row
@@ -42,9 +42,9 @@ def client_tests(groups: Sequence[Group]) -> str:
         f"over seeds.</p>{table(head, rows)}"
     )
     label = METRIC_LABELS[groups[0].runs[0].metric]
-    curves = [
-        curve for prefix in ("", "personal_") for curve in _client_test_curves(groups, prefix)
-    ]
+    curves = _client_test_curves(groups, "")
+    for index, curve in enumerate(_client_test_curves(groups, "personal_"), len(groups)):
+        curves.append(curve._replace(style=line_style(index)))
     plot = figures.curves_figure(curves, f"{label} (%)", percent=True)
     caption = "Mean over clients, on their own test examples; band ± one deviation over seeds."
     return content + figure(plot, caption) + _scores_by_client(groups)
@@ -56,8 +56,7 @@ def _scores_by_client(groups: Sequence[Group]) -> str:
     for each in groups:
         for run in each.runs:
             scores = _last_client_scores(run)
-            about = run_values.federation(run)[1]
-            labels = run_values.client_labels(about, run.experiment.num_clients)
+            labels = run_values.client_labels(run, run.experiment.num_clients)
             for client_id, score in scores.items():
                 label = labels[client_id] if client_id < len(labels) else str(client_id)
                 rows.setdefault(label, {}).setdefault(each.label, []).append(score)
@@ -104,20 +103,28 @@ def _client_test_curves(groups: Sequence[Group], prefix: str) -> list[Curve]:
 
 def metrics_table(groups: Sequence[Group]) -> str:
     """Show further metrics on the test set after the last round; empty if there are none."""
-    rows = ""
-    for each in groups:
-        tables = [_last_metrics(run) for run in each.runs]
-        for name in dict.fromkeys(name for values in tables for name in values):
-            numbers = [values[name] for values in tables if name in values]
-            value = spread(numbers)
-            deviation = "" if value.deviation is None else f" ± {value.deviation:.4f}"
-            rows += table_row(f"{each.label}, {name}", [f"{value.mean:.4f}{deviation}"])
-    if not rows:
+    values = [[_last_metrics(run) for run in each.runs] for each in groups]
+    names = list(dict.fromkeys(name for own in values for metrics in own for name in metrics))
+    if not names:
         return ""
+    rows = "".join(
+        table_row(each.label, [_metric_cell(own, name) for name in names])
+        for each, own in zip(groups, values, strict=True)
+    )
     return (
         "<h3>Further metrics</h3><p>After the last evaluated round; mean ± sample standard "
-        f"deviation over seeds.</p>{table(table_head('', 'value'), rows)}"
+        f"deviation over seeds.</p>{table(table_head('', *names), rows)}"
     )
+
+
+def _metric_cell(values: Sequence[Mapping[str, float]], name: str) -> str:
+    """Return mean and deviation of a metric over the runs that have it."""
+    numbers = [metrics[name] for metrics in values if name in metrics]
+    if not numbers:
+        return NO_VALUE
+    value = spread(numbers)
+    deviation = "" if value.deviation is None else f" ± {value.deviation:.4f}"
+    return f"{value.mean:.4f}{deviation}"
 
 
 def _last_metrics(run: Run) -> dict[str, float]:

@@ -30,15 +30,15 @@ def federation(run: Run) -> FederationRecord:
         return {}, {}
 
 
-def client_labels(about: dict[str, Any], num_clients: int) -> list[str]:
+def client_labels(run: Run, num_clients: int) -> list[str]:
     """Return a label for each client: its number, and the name of its user if there is one.
 
     Args:
-        about: The metadata of the federation record.
+        run: The run.
         num_clients: Number of clients.
     """
-    names = about.get("client_names")
-    if not isinstance(names, list) or len(names) != num_clients:
+    names = run.client_names
+    if len(names) != num_clients:
         return [str(client_id) for client_id in range(num_clients)]
     return [f"{client_id} {name}".strip() for client_id, name in enumerate(names)]
 

@@ -85,7 +85,7 @@ def _different_partitions(
         classes += [str(label) for label in range(len(classes), counts.shape[1])]
         noun = "labels" if about.get("several") else "examples"
         key = repr((counts.tolist(), classes))
-        clients = run_values.client_labels(about, len(counts))
+        clients = run_values.client_labels(run, len(counts))
         partitions.setdefault(key, Partition(counts, classes, noun, clients)).runs.append(run)
     return list(partitions.values())
 
@@ -308,7 +308,7 @@ def table_row(label: str, cells: Sequence[str]) -> str:
 
 def table_head(*names: str) -> str:
     """Return the head of a table of numbers."""
-    return "".join(f'<th class="number" scope="col">{name}</th>' for name in names)
+    return "".join(f'<th class="number" scope="col">{text(name)}</th>' for name in names)
 
 
 def time(groups: Sequence[Group]) -> str:

@@ -115,7 +115,7 @@ def test_array_file_with_users_and_classes(tmp_path: Path) -> None:
     run = fedcog.run(Experiment(dataset=str(path), **QUICK), tmp_path / "run")
     assert run.experiment.partition == "natural" and run.experiment.clients == 2
     about = RunDirectory(tmp_path / "run").tensors("federation.safetensors")[1]
-    assert about["client_names"] == ["ann", "eve"]
+    assert about["client_names"] == run.client_names == ["ann", "eve"]
     page = (tmp_path / "run" / "report.html").read_text()
     assert "0 ann" in page and "1 eve" in page
 

@@ -106,6 +106,11 @@ class Run:
         return [(round, score) for round, score in found if score is not None]
 
     @property
+    def client_names(self) -> list[str]:
+        """Names of the users that the clients are, by client id; empty if they have no names."""
+        return RunDirectory(self.path).client_names(self.experiment.clients)
+
+    @property
     def privacy(self) -> str:
         """The privacy budget spent, in words; empty without differential privacy."""
         spent = self.lines[-1].get("privacy") if self.lines else None

@@ -378,6 +378,25 @@ class RunDirectory:
         with self._open_tensors(name) as (file, info):
             return {key: file.get_tensor(key).clone() for key in sorted(file.keys())}, info
 
+    def client_names(self, num_clients: int) -> list[str]:
+        """Return the name of each client's user.
+
+        Args:
+            num_clients: Number of clients.
+
+        Returns:
+            Names by client id; empty if clients are no users, have no names, or the federation
+            record is missing or damaged.
+        """
+        try:
+            with self._open_tensors("federation.safetensors") as (_, info):
+                names = info.get("client_names")
+        except RecordError:
+            return []
+        if not isinstance(names, list) or len(names) != num_clients:
+            return []
+        return [str(name) for name in names]
+
     @contextlib.contextmanager
     def _open_tensors(self, name: str) -> Iterator[tuple[Any, dict[str, Any]]]:
         """Open a file of tensors, and explain a damaged one."""

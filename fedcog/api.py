@@ -48,7 +48,7 @@ class ObjectKeywords(TypedDict, total=False):
 
     Attributes:
         data: Your data set.
-        model: Your network: its class or a function without arguments, which starts from the
+        model: Your network: its class or a function that builds it, which starts from the
             experiment's seed, or an instance, whose weights are the start.
         generator: Your generator, for FedCOG(generator="custom").
         augmentation: Your augmentation: a function of a batch of one client and a source of keyed

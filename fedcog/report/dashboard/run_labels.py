@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from fedcog.data.sources.locations import short_name
 from fedcog.report.markup import printable
@@ -11,6 +12,8 @@ from fedcog.runs.records.summary import differing, result_settings
 
 MAX_LENGTH = 30
 """Characters of a label."""
+NAMED_BY_VALUE = ("dataset", "model", "partition")
+"""Settings whose values need no name; they come first."""
 NUM_LAST = 12
 """Characters of the end of a long text that a label keeps; there is the seed."""
 
@@ -23,19 +26,23 @@ def short_labels(runs: Sequence[tuple[int, str, Experiment | None]]) -> list[str
 
     Returns:
         The algorithm and the settings that differ among the runs, the seed last, or the name of a
-        run without settings. Long texts are cut in the middle. Equal ones end in the run's number.
+        run without settings. Where these are too long, only settings with an unusual value are
+        shown, then texts are cut in the middle. Equal ones end in the run's number.
     """
     known = [experiment for _, _, experiment in runs if experiment is not None]
-    settings = [result_settings(one) | {"seed": one.seed} for one in known]
-    names = differing(settings)
+    settings = [_settings(experiment) for experiment in known]
+    names = sorted(differing(settings), key=_rank)
+    usual = {name: _most_common(settings, name) for name in names}
     shows_algorithm = not names or len({algorithm_name(one.algorithm) for one in known}) > 1
-    if "seed" in names:
-        names = [*(name for name in names if name != "seed"), "seed"]
-    texts = [
-        name if experiment is None else _text(experiment, names, shows_algorithm)
-        for _, name, experiment in runs
-    ]
-    labels = [_cut(printable(text), MAX_LENGTH) for text in texts]
+    labels = []
+    for _, name, experiment in runs:
+        text = name
+        if experiment is not None:
+            text = _text(experiment, names, shows_algorithm)
+            if len(text) > MAX_LENGTH:
+                unusual = [key for key in names if _is_shown(key, _settings(experiment), usual)]
+                text = _text(experiment, unusual, shows_algorithm or not {*unusual} - {"seed"})
+        labels.append(_cut(printable(text), MAX_LENGTH))
     counts = Counter(labels)
     return [
         f"{_cut(label, MAX_LENGTH - len(end))}{end}" if counts[label] > 1 else label
@@ -43,18 +50,39 @@ def short_labels(runs: Sequence[tuple[int, str, Experiment | None]]) -> list[str
     ]
 
 
+def _settings(experiment: Experiment) -> dict[str, Any]:
+    return result_settings(experiment) | {"seed": experiment.seed}
+
+
+def _rank(name: str) -> tuple[int, str]:
+    """Sort what readers know a run by first, and the seed last."""
+    if name in NAMED_BY_VALUE:
+        return NAMED_BY_VALUE.index(name), name
+    return len(NAMED_BY_VALUE) + (name == "seed"), name
+
+
+def _most_common(settings: Sequence[dict[str, Any]], name: str) -> str:
+    """Return the representation of a setting's most common value."""
+    return Counter(repr(own[name]) for own in settings if name in own).most_common(1)[0][0]
+
+
+def _is_shown(name: str, settings: dict[str, Any], usual: dict[str, str]) -> bool:
+    """Whether a long label shows a setting: the seed, or an unusual value."""
+    return name == "seed" or (name in settings and repr(settings[name]) != usual[name])
+
+
 def _text(experiment: Experiment, names: Sequence[str], shows_algorithm: bool) -> str:
     """Return the values of some settings in words."""
-    settings = result_settings(experiment) | {"seed": experiment.seed}
+    settings = _settings(experiment)
     parts = [algorithm_name(experiment.algorithm)] if shows_algorithm else []
     for name in names:
-        if name in settings:
-            key = name.rpartition(".")[2]
-            value = str(settings[name])
-            if key == "dataset":
-                value = short_name(value)
-            is_name = key in ("dataset", "model", "partition")
-            parts.append(value if is_name else f"{key} {value}")
+        value = str(settings.get(name, ""))
+        if not value:
+            continue
+        key = name.rpartition(".")[2]
+        if key == "dataset":
+            value = short_name(value)
+        parts.append(value if key in NAMED_BY_VALUE else f"{key} {value}")
     return ", ".join(parts)
 
 

@@ -218,7 +218,7 @@ def load(
     Args:
         path: The run directory.
         model: Your network, if the run trained one of yours: an instance, which is copied, or its
-            class or a function without arguments.
+            class or a function that builds it.
         algorithm: Your algorithm, if the run used one of yours.
 
     Returns:
@@ -247,7 +247,7 @@ def load_with_checkpoint(
     Args:
         directory: The run directory.
         model: Your network, if the run trained one of yours: an instance, which is copied, or its
-            class or a function without arguments.
+            class or a function that builds it.
         algorithm: Your algorithm, if the run used one of yours.
 
     Returns:

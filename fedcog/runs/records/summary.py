@@ -218,12 +218,12 @@ def settings_label(
     Args:
         experiment: The experiment.
         settings: Its settings, flat.
-        names: The settings to show, if the experiment has them.
+        names: The settings to show; those that are missing or empty are left out.
 
     Returns:
         The algorithm's name, and the settings in brackets.
     """
-    values = ", ".join(f"{name} {settings[name]}" for name in names if name in settings)
+    values = ", ".join(f"{name} {settings[name]}" for name in names if settings.get(name, "") != "")
     label = algorithm_name(experiment.algorithm)
     return f"{label} ({values})" if values else label
 

@@ -472,6 +472,23 @@ def test_labels_show_what_differs_and_never_coincide() -> None:
     assert all(len(label) <= 30 for label in found)
 
 
+def test_long_labels_show_unusual_settings_alone() -> None:
+    usual = {"local_steps": 100, "batch_size": 32, "rounds": 20, "weight_decay": 0.001}
+    experiments = [
+        Experiment(seed=0, **usual),  # type: ignore[arg-type]
+        Experiment(seed=1, **usual),  # type: ignore[arg-type]
+        Experiment(model="mlp", **usual),  # type: ignore[arg-type]
+        Experiment(local_steps=7, batch_size=8, rounds=3, weight_decay=0.0),
+    ]
+    runs = [(number, "", one) for number, one in enumerate(experiments, 1)]
+    assert run_labels.short_labels(runs) == [
+        "fedavg, seed 0",
+        "fedavg, seed 1",
+        "mlp, seed 0",
+        "batch_size 8, loc… 0.0, seed 0",
+    ]
+
+
 @pytest.mark.slow
 def test_page_notices_a_restarted_server(browser: "Chrome", tmp_path: Path) -> None:
     write_run(tmp_path / "a" / "first", 3, 9)

@@ -29,6 +29,14 @@ def test_group_averages_last_and_best_over_seeds() -> None:
     assert spread([0.5]).percent() == "50.00"
 
 
+def test_labels_leave_out_settings_without_a_value() -> None:
+    groups = group([make_run([0.1]), make_run([0.2], indices="parts.json", lr=0.1)])
+    assert [one.label for one in groups] == [
+        "fedavg (lr 0.01)",
+        "fedavg (indices parts.json, lr 0.1)",
+    ]
+
+
 def test_first_run_of_a_repeated_seed_counts() -> None:
     runs = [
         make_run([0.4], checkpoint_every=2, seed=0),

@@ -37,6 +37,8 @@ from fedcog.studies.tuning.sweep import SweepPlan, Tuned
 
 MIN_CATALOG_WIDTH = 120
 """Columns of a terminal from which the catalog of algorithms is a table."""
+PARTITIONS_OF_DATA = ("auto", "natural", "given")
+"""Partitions whose number of clients may follow from the data."""
 MAX_NAME_LENGTH = 30
 """A table shows this many characters of a user's name."""
 
@@ -86,9 +88,12 @@ def print_experiment(
 
 def _describe_clients(experiment: Experiment) -> str:
     """Describe number and partition of the clients, as far as they are known before loading."""
-    count = f"{experiment.clients} clients"
-    if not experiment.clients:
-        count = f"the clients of the data, or else {experiment.num_clients}"
+    is_open = not experiment.clients and experiment.partition in PARTITIONS_OF_DATA
+    count = f"{experiment.num_clients} clients"
+    if is_open:
+        count = "all clients of the data"
+        if experiment.partition == "auto":
+            count = f"the clients of the data, or else {experiment.num_clients}"
     is_known = experiment.partition != "auto"
     return f"{count} ({experiment.partition_rule})" if is_known else count
 

@@ -46,7 +46,8 @@ def make_network(
         The network.
 
     Raises:
-        ModelError: If the call fails, returns no network, or does not depend on the seed alone.
+        ModelError: If the call fails, returns no network or always the same one, or does not depend
+            on the seed alone.
     """
     if isinstance(network, nn.Module) or not callable(network):
         return network
@@ -69,12 +70,26 @@ def make_network(
     module = initialize(_build, seed)
     if not isinstance(module, nn.Module):
         raise ModelError(f"{name} returned {type(module).__name__}, which is no nn.Module.")
-    if not have_equal_values(all_tensors(module), all_tensors(initialize(_build, seed))):
+    again = initialize(_build, seed)
+    if _share_weights(module, again):
+        raise ModelError(
+            f"{name} returns the same weights in every call, so all seeds would start from them: "
+            "build the network inside the function, or pass the network itself, with one seed."
+        )
+    if not have_equal_values(all_tensors(module), all_tensors(again)):
         raise ModelError(
             f"{name} gives other weights when it is called again with the same seed, so runs could "
             "not be repeated: draw initial weights with torch only, from its default generator."
         )
     return module
+
+
+def _share_weights(first: nn.Module, second: nn.Module) -> bool:
+    """Return whether all trainable parameters of two networks are the same objects."""
+    trainable = [
+        {id(one) for one in each.parameters() if one.requires_grad} for each in (first, second)
+    ]
+    return bool(trainable[0]) and trainable[0] == trainable[1]
 
 
 def _arguments(network: Callable[..., Any], known: dict[str, Any]) -> dict[str, Any]:

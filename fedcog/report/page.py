@@ -80,7 +80,11 @@ def page(paths: Sequence[Path], *, title: str | None = None, target: float | Non
             sections.traffic(groups) + sections.costs(groups, effective_target),
         ),
         ("time", "Time", sections.time(groups)),
-        ("settings", "Settings", settings_section(groups) + provenance_section(runs)),
+        (
+            "settings",
+            "Settings",
+            settings_section(groups) + provenance_section(runs, federations),
+        ),
     ]
     parts = [part for part in parts if part[2]]
     links = "".join(f'<a href="#{name}">{heading}</a>' for name, heading, _ in parts)

@@ -6,10 +6,11 @@ from fedcog.core import settings
 from fedcog.report import run_values
 from fedcog.report.figures import line_style
 from fedcog.report.markup import NO_VALUE, join_words, line_sample, table, text
+from fedcog.report.run_values import FederationRecord
 from fedcog.runs.config.composition import named_layers
 from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.records.recorded_run import Run
-from fedcog.runs.records.run_directory import RunDirectory
+from fedcog.runs.records.run_directory import OBJECT_NAMES, RunDirectory
 from fedcog.runs.records.summary import Group
 
 
@@ -72,12 +73,24 @@ def _differing_table(
     return "<h3>Where the groups differ</h3>" + table("<th>setting</th>" + head, rows)
 
 
-def provenance_section(runs: Sequence[Run]) -> str:
-    """Show the commands that made the runs, when, on which machine, and with which versions."""
+GIVEN_WEIGHTS = "those of the network that was passed in, which no seed gives again"
+
+
+def provenance_section(runs: Sequence[Run], federations: Sequence[FederationRecord]) -> str:
+    """Show what made the runs: commands, the user's own objects, time, machine and versions.
+
+    Args:
+        runs: The runs.
+        federations: What `run_values.federation` returns for each.
+
+    Returns:
+        HTML.
+    """
     records = [RunDirectory(run.path).provenance() for run in runs]
     commands = dict.fromkeys(str(record["command"]) for record in records if "command" in record)
     starts = sorted(str(record["started"]) for record in records if "started" in record)
-    facts = {"started": " to ".join(dict.fromkeys([*starts[:1], *starts[-1:]]))}
+    facts = _own_objects(runs, federations)
+    facts["started"] = " to ".join(dict.fromkeys([*starts[:1], *starts[-1:]]))
     for name in ("fedcog", "torch", "python", "device", "system"):
         facts[name] = join_words(str(record[name]) for record in records if name in record)
     rows = "".join(
@@ -89,6 +102,20 @@ def provenance_section(runs: Sequence[Run]) -> str:
         return "<p>The runs do not record how they were made (provenance.json is missing).</p>"
     lines = "".join(f"<p><code>{text(command)}</code></p>" for command in commands)
     return f"<h3>How they were made</h3>{lines}{table('', rows)}"
+
+
+def _own_objects(runs: Sequence[Run], federations: Sequence[FederationRecord]) -> dict[str, str]:
+    """Name what settings do not describe: the user's objects, given weights, adapted inputs."""
+    facts = {
+        f"own {role}": join_words(names)
+        for role in OBJECT_NAMES
+        if (names := [run.user_objects[role] for run in runs if role in run.user_objects])
+    }
+    infos = [info for _, info in federations]
+    if any(info.get("initial_weights") == "given" for info in infos):
+        facts["initial weights"] = GIVEN_WEIGHTS
+    facts["inputs"] = join_words(info["input_note"] for info in infos if "input_note" in info)
+    return facts
 
 
 def _value_text(value: object) -> str:

@@ -60,6 +60,22 @@ def test_function_makes_the_data_set(capsys: pytest.CaptureFixture[str]) -> None
     assert "1 bob" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("partition", "clients"),
+    [
+        ("auto", "the clients of the data, or else 10,"),
+        ("natural", "all clients of the data (natural)"),
+        ("iid", "10 clients (iid)"),
+    ],
+)
+def test_summary_says_how_many_clients_there_will_be(
+    partition: str, clients: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--partition", partition, "--min-examples", "1", *QUICK]
+    assert main(["run", "--dataset", "mine.py:load", *words, "--out", "run"]) == 0
+    assert f"fedavg on custom: {clients}" in capsys.readouterr().out
+
+
 def test_module_in_the_current_folder_makes_the_data_set() -> None:
     Path("a_module_of_mine.py").write_text(CODE)
     assert main(["run", "--dataset", "a_module_of_mine:load", *QUICK, "--out", "run"]) == 0

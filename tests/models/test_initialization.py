@@ -59,3 +59,13 @@ def test_calls_that_cannot_work_are_explained() -> None:
 
     with pytest.raises(ModelError, match="other weights when it is called again"):
         make_network(unseeded, (5,), 3, seed=0)
+
+
+def test_function_that_returns_one_network_again_and_again_is_refused() -> None:
+    network = Net(3)
+    body = nn.Linear(5, 4).requires_grad_(False)
+    with pytest.raises(ModelError, match=r"same weights in every call.*inside the function"):
+        make_network(lambda: network, (5,), 3, seed=0)
+    with pytest.raises(ModelError, match="same weights in every call"):
+        make_network(lambda: nn.Sequential(network, nn.Tanh()), (5,), 3, seed=0)
+    make_network(lambda: nn.Sequential(body, nn.Linear(4, 3)), (5,), 3, seed=0)  # a frozen body

@@ -71,11 +71,14 @@ def test_runs_of_other_networks_are_other_groups(tmp_path: Path) -> None:
     assert "network Net-" in groups[0].label and "network Other-" in groups[1].label
 
 
-def test_record_says_where_initial_weights_come_from(tmp_path: Path) -> None:
+def test_record_and_report_say_where_initial_weights_come_from(tmp_path: Path) -> None:
     for name, model in {"seed": Net, "given": Net()}.items():
-        run = fedcog.run(TINY, tmp_path / name, model=model, report=False)
+        run = fedcog.run(TINY, tmp_path / name, model=model)
         about = RunDirectory(run.path).tensors("federation.safetensors")[1]
         assert about["initial_weights"] == name
+        page = (run.path / "report.html").read_text()
+        assert f"<td>{run.user_objects['network']}</td>" in page
+        assert ("those of the network that was passed in" in page) == (name == "given")
 
 
 def test_load_leaves_the_given_network_alone(tmp_path: Path) -> None:

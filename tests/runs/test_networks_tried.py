@@ -63,11 +63,11 @@ def signals(num_classes: int) -> nn.Module:
 
 
 def vgg11(num_classes: int) -> nn.Module:
-    """VGG-11 of a quarter of the width, with BatchNorm and dropout."""
-    widths = [16, "M", 32, "M", 64, 64, "M", 128, 128, "M", 128, 128, "M"]
+    """VGG-11 for 32x32 images, with BatchNorm and dropout."""
+    widths = [64, "M", 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M"]
     features = import_library("torchvision").models.vgg.make_layers(widths, batch_norm=True)
-    hidden = (nn.Linear(128, 16), nn.ReLU(), nn.Dropout())
-    return nn.Sequential(features, nn.Flatten(), *hidden, nn.Linear(16, num_classes))
+    hidden = (nn.Linear(512, 512), nn.ReLU(), nn.Dropout())
+    return nn.Sequential(features, nn.Flatten(), *hidden, nn.Linear(512, num_classes))
 
 
 def small_vit(num_classes: int) -> nn.Module:

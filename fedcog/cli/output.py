@@ -39,6 +39,8 @@ MIN_CATALOG_WIDTH = 120
 """Columns of a terminal from which the catalog of algorithms is a table."""
 PARTITIONS_OF_DATA = ("auto", "natural", "given")
 """Partitions whose number of clients may follow from the data."""
+MAX_TABLES = 4
+"""Results are printed as lines rather than as more tables than this."""
 MAX_NAME_LENGTH = 30
 """A table shows this many characters of a user's name."""
 
@@ -181,16 +183,13 @@ def print_results(runs: Sequence[Run], style: Style) -> None:
     if any(len(group.runs) > 1 for group in summary.group(scored)):
         title += ", mean ± standard deviation over seeds"
     columns = summary.used_columns(rows)
-    if style == "plain" or _table_width([summary.COLUMNS, *rows], columns) > out.width:
+    blocks = _column_blocks([summary.COLUMNS, *rows], columns, out.width)
+    if style == "plain" or not blocks:
         print_result(title, style)
         for row in rows:
             print_result(_plain_row(row, columns), style)
     else:
-        header = [summary.COLUMNS[column] for column in columns]
-        table = _new_table(*header, title=title, right=header[1:])
-        for row in rows:
-            table.add_row(*(escape(row[column]) for column in columns))
-        out.print(table)
+        _print_blocks(title, rows, blocks)
     if style != "plain":
         for column in columns:
             if note := summary.NOTES.get(summary.COLUMNS[column]):
@@ -228,6 +227,51 @@ def _new_table(*columns: str, title: str = "", right: Collection[str] = ()) -> T
 def _table_width(lines: Sequence[Sequence[str]], columns: Sequence[int]) -> int:
     """Return the width of a table in characters: a cell has two blanks and a border."""
     return 1 + sum(3 + max(len(line[column]) for line in lines) for column in columns)
+
+
+def _column_blocks(
+    lines: Sequence[Sequence[str]], columns: Sequence[int], width: int
+) -> list[list[int]]:
+    """Divide the columns of a table into blocks that fit into a terminal, if one table does not.
+
+    Args:
+        lines: The header and the rows.
+        columns: The columns to show; the first holds names and begins every block.
+        width: Characters of a line.
+
+    Returns:
+        The columns of each block; none if a column does not fit beside the names, or if there would
+        be more than `MAX_TABLES` blocks.
+    """
+    if _table_width(lines, columns) <= width:
+        return [list(columns)]
+    header, *rows = lines
+    broken_header = [max(name.split(), key=len) for name in header]
+    blocks = [[columns[0]]]
+    for column in columns[1:]:
+        if _table_width([broken_header, *rows], [*blocks[-1], column]) > width:
+            blocks.append([columns[0]])
+        blocks[-1].append(column)
+    fits = all(_table_width([broken_header, *rows], block) <= width for block in blocks)
+    return blocks if fits and len(blocks) <= MAX_TABLES else []
+
+
+def _print_blocks(
+    title: str, rows: Sequence[Sequence[str]], blocks: Sequence[Sequence[int]]
+) -> None:
+    """Print results as one table per block of columns.
+
+    Args:
+        title: Title of the first table.
+        rows: The rows of `summary.COLUMNS`.
+        blocks: The columns of each table.
+    """
+    for block in blocks:
+        header = [summary.COLUMNS[column] for column in block]
+        table = _new_table(*header, title=title if block is blocks[0] else "", right=header[1:])
+        for row in rows:
+            table.add_row(*(escape(row[column]) for column in block))
+        out.print(table)
 
 
 def _plain_row(row: Sequence[str], columns: Sequence[int]) -> str:

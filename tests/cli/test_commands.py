@@ -9,13 +9,15 @@ import subprocess
 import sys
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import fedcog
-from fedcog import FedCOG, FedProx, Tuned
+from fedcog import FedCOG, FedProx, FedRep, Tuned
 from fedcog.algorithms import ALGORITHMS
 from fedcog.cli import console, output, parser, schema
 from fedcog.cli.execution import COMMANDS
@@ -362,6 +364,36 @@ def test_narrow_terminals_show_names_in_full(
         names = settings.settings(Experiment) if "settings" in arguments else ALGORITHMS
         words = set(re.split(r"[^\w.+-]+", stdout))
         assert {*names} <= words
+
+
+@pytest.mark.parametrize(("width", "num_tables"), [(200, 1), (80, 2), (60, 3), (30, 0)])
+def test_results_are_divided_into_tables_on_narrow_terminals(
+    width: int,
+    num_tables: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    experiment = Experiment(
+        FedRep(), rounds=1, clients=4, partition="iid", local_steps=1, local_test=0.2, threads=1
+    )
+    options: dict[str, Any] = {"seeds": [0, 1], "progress": False}
+    runs = fedcog.compare([experiment], out="runs", **options)
+    runs += fedcog.compare([replace(experiment, algorithm=FedProx())], out="more", **options)
+    monkeypatch.setattr(console.out, "width", width)
+    output.print_results(runs, "auto")
+    stdout = capsys.readouterr().out
+    assert stdout.count("┏") == num_tables and "…" not in stdout
+    if not num_tables:
+        assert "\nfedrep: last " in stdout
+        return
+    assert all(len(line.rstrip()) <= width for line in stdout.splitlines())
+    lines = [line.split() for line in stdout.splitlines()]
+    assert sum("fedrep" in line for line in lines) == num_tables
+    for score in ("accuracy", "worst"):
+        values = [run.last for run in runs[:2]]
+        if score == "worst":
+            values = [run.local_test("accuracy_worst")[-1][1] for run in runs[:2]]
+        assert any(f"{50 * sum(values):.2f}" in line for line in lines if "fedrep" in line)
 
 
 def test_tuned_methods_are_named_in_full_on_narrow_terminals(

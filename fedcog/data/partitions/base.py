@@ -56,6 +56,8 @@ class Partition(NamedTuple):
         settings: Command-line flags of the settings that it reads.
         by_label: Whether it needs exactly one label per example.
         by_user: Whether it needs the user of each example.
+        keeps_order: Whether the order of a client's examples is part of the partition; if not, they
+            are sorted.
         describe: Returns the values of its settings in words, such as 'beta 0.1'.
     """
 
@@ -63,6 +65,7 @@ class Partition(NamedTuple):
     settings: str = ""
     by_label: bool = False
     by_user: bool = False
+    keeps_order: bool = False
     describe: Callable[[PartitionConfig], str] = lambda config: ""
 
     @property

@@ -38,7 +38,8 @@ def make_partition(
         seed: The seed.
 
     Returns:
-        For each client, the sorted positions of its examples.
+        For each client, the positions of its examples: sorted, or in the authors' order for the
+        published partitions.
 
     Raises:
         PartitionError: If the settings leave a client without enough examples, or the data set
@@ -60,6 +61,8 @@ def make_partition(
         client_indices = entry.assign(Examples(labels, users), config, seed)
     else:
         client_indices = flwr_partition(name, labels, config, seed)
+    if isinstance(entry, Partition) and entry.keeps_order:
+        return client_indices
     return [np.sort(indices) for indices in client_indices]
 
 
@@ -212,7 +215,7 @@ def published(examples: Examples, config: PartitionConfig, seed: int) -> list[In
 
     One stream of numpy's legacy generator serves all passes. In a pass, each class is shuffled and
     divided by proportions ~ Dir(beta), without the clients that had their even share before. Passes
-    are repeated until every client has enough examples.
+    are repeated until every client has enough examples. At the end, each client's are shuffled.
 
     Args:
         examples: Labels of the training examples.
@@ -251,7 +254,10 @@ def published(examples: Examples, config: PartitionConfig, seed: int) -> list[In
                 sizes[client] += len(part)
         return [np.concatenate(part) for part in parts]
 
-    return _draw_until_enough(draw, config, seed, f"published with beta {config.beta:g}")
+    client_indices = _draw_until_enough(draw, config, seed, f"published with beta {config.beta:g}")
+    for indices in client_indices:
+        stream.shuffle(indices)
+    return client_indices
 
 
 def published_label_skew(examples: Examples, config: PartitionConfig, seed: int) -> list[Indices]:
@@ -266,7 +272,7 @@ def published_label_skew(examples: Examples, config: PartitionConfig, seed: int)
         seed: Ignored.
 
     Returns:
-        The examples of each client.
+        The examples of each client, class by class.
 
     Raises:
         PartitionError: If classes or clients cannot be divided evenly, or a client has too few
@@ -357,12 +363,17 @@ PARTITIONS: dict[str, Partition] = {
     "quantity": Partition(quantity, "--beta --min-examples", describe=_describe_beta),
     "natural": Partition(natural, "--min-examples", by_user=True),
     "published": Partition(
-        published, "--beta --min-examples", by_label=True, describe=_describe_beta
+        published,
+        "--beta --min-examples",
+        by_label=True,
+        keeps_order=True,
+        describe=_describe_beta,
     ),
     "published-label-skew": Partition(
         published_label_skew,
         "--classes-per-client --min-examples",
         by_label=True,
+        keeps_order=True,
         describe=_describe_classes,
     ),
 }

@@ -53,7 +53,12 @@ class LocalTests(NamedTuple):
         return torch.where(exists, starts[:, None] + offsets, 0), exists
 
     def to(self, input_device: torch.device, label_device: torch.device) -> "LocalTests":
-        """Return the same examples with inputs and labels on other devices."""
+        """Return the same examples with inputs and labels on other devices.
+
+        Args:
+            input_device: Device of inputs.
+            label_device: Device of labels.
+        """
         return LocalTests(self.x.to(input_device), self.y.to(label_device), self.sizes)
 
 

@@ -33,17 +33,17 @@ def network_behavior(model: Model, batch_size: int) -> Behavior:
     generator = torch.Generator().manual_seed(0)
     like = next(iter(model.params.values()))
 
-    def draw(shape: Sequence[int], scale: float) -> Tensor:
+    def _draw(shape: Sequence[int], scale: float) -> Tensor:
         return scale * torch.randn(*shape, generator=generator).to(like)
 
     params = {
-        name: draw(value.shape, (value.shape[0] / max(value.numel(), 1)) ** 0.5)
+        name: _draw(value.shape, (value.shape[0] / max(value.numel(), 1)) ** 0.5)
         if value.dim() > 1
-        else draw(value.shape, 0.5)
+        else _draw(value.shape, 0.5)
         for name, value in model.params.items()
     }
     buffers = {name: torch.ones_like(value) for name, value in model.buffers.items()}
-    x = draw((batch_size, *model.continuous_shape), 1.0)
+    x = _draw((batch_size, *model.continuous_shape), 1.0)
     with torch.no_grad():
         trained = model.forward(params, buffers, x, trial_key(like.device)).logits
         evaluated = model.predict(params | buffers, x)
@@ -59,7 +59,15 @@ def summarize(values: Tensor) -> Behavior:
 
 
 def is_same(first: Sequence[float], second: Sequence[float]) -> bool:
-    """Whether two behaviors differ by rounding at most."""
+    """Whether two behaviors differ by rounding at most.
+
+    Args:
+        first: Numbers of one behavior.
+        second: Numbers of the other.
+
+    Returns:
+        True if there are equally many, and none differs by more than `TOLERANCE` times the largest.
+    """
     if len(first) != len(second):
         return False
     largest = max((abs(number) for number in (*first, *second)), default=0.0)

@@ -489,7 +489,8 @@ def _is_linear(layer: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> bo
 
 def _equal(first: Tensor, second: Tensor) -> bool:
     if first.layout != torch.strided and first.layout == second.layout:
-        first, second = first.to_dense(), second.to_dense()
+        first = first.to_dense()
+        second = second.to_dense()
     if first.is_floating_point():
         return torch.equal(first.nan_to_num(), second.nan_to_num())
     return torch.equal(first, second)

@@ -64,29 +64,7 @@ def page(paths: Sequence[Path], *, title: str | None = None, target: float | Non
             each._replace(label=f"{number}: {run_values.algorithm_of(each.runs[0])}")
             for number, each in enumerate(groups, 1)
         ]
-    parts = [
-        (
-            "scores",
-            f"{_capitalize(_metric_name(groups))} over rounds",
-            _scores_section(groups) + evaluation_section.metrics_table(groups),
-        ),
-        ("partition", "Partition", sections.partition(runs, federations)),
-        ("generated", "Generated inputs", generated_section(runs)),
-        ("client-tests", "Clients' own test examples", evaluation_section.client_tests(groups)),
-        ("clients", "Clients", sections.clients(groups)),
-        (
-            "traffic",
-            "Communication",
-            sections.traffic(groups) + sections.costs(groups, effective_target),
-        ),
-        ("time", "Time", sections.time(groups)),
-        (
-            "settings",
-            "Settings",
-            settings_section(groups) + provenance_section(runs, federations),
-        ),
-    ]
-    parts = [part for part in parts if part[2]]
+    parts = _parts(groups, runs, federations, effective_target)
     links = "".join(f'<a href="#{name}">{heading}</a>' for name, heading, _ in parts)
     body = "".join(
         f'<section id="{name}"><h2>{heading}</h2>{content}</section>'
@@ -100,6 +78,38 @@ def page(paths: Sequence[Path], *, title: str | None = None, target: float | Non
         title or _default_title(runs, federations),
         f'{lead}<nav aria-label="Contents">{links}</nav>{_with_unique_ids(body)}',
     )
+
+
+def _parts(
+    groups: list[Group],
+    runs: list[Run],
+    federations: list[FederationRecord],
+    target: float | None,
+) -> list[tuple[str, str, str]]:
+    """Return the id, heading and content of each section that is not empty."""
+    parts = [
+        (
+            "scores",
+            f"{_capitalize(_metric_name(groups))} over rounds",
+            _scores_section(groups) + evaluation_section.metrics_table(groups),
+        ),
+        ("partition", "Partition", sections.partition(runs, federations)),
+        ("generated", "Generated inputs", generated_section(runs)),
+        ("client-tests", "Clients' own test examples", evaluation_section.client_tests(groups)),
+        ("clients", "Clients", sections.clients(groups)),
+        (
+            "traffic",
+            "Communication",
+            sections.traffic(groups) + sections.costs(groups, target),
+        ),
+        ("time", "Time", sections.time(groups)),
+        (
+            "settings",
+            "Settings",
+            settings_section(groups) + provenance_section(runs, federations),
+        ),
+    ]
+    return [part for part in parts if part[2]]
 
 
 def _with_unique_ids(body: str) -> str:

@@ -226,25 +226,33 @@ def _scale_values(axes: Axes, values: Sequence[float]) -> None:
         axes.set_ylim(bottom=least / 2)
 
 
-def partition_figure(counts: Tensor, classes: Sequence[str], noun: str = "examples") -> Plot:
+def partition_figure(
+    counts: Tensor, classes: Sequence[str], noun: str = "examples", names: Sequence[str] = ()
+) -> Plot:
     """Draw a heat map of examples per client and class, below the clients' totals.
 
     Args:
         counts: Number of examples (clients, classes).
         classes: Names of the classes.
         noun: What is counted.
+        names: Names of the clients' users, if clients are users.
 
     Returns:
         The figure. It shows the numbers where they fit.
     """
     num_clients, num_classes = counts.shape
+    labels = [str(client) for client in range(num_clients)]
+    has_names = len(names) == num_clients
+    if has_names:
+        labels = [_shorten(f"{client} {name}") for client, name in enumerate(names)]
     width = 4.4
     height = min(max(0.24 * num_classes, 1.2), 4.2)
     about = (
         f"{noun.title()} per client and class: {num_clients} clients, {num_classes} classes, "
         f"{int(counts.sum())} {noun}"
     )
-    with new_drawing((width, height + 1.5), about) as drawing:
+    label_height = 0.08 * max(map(len, labels)) if has_names else 0.0
+    with new_drawing((width, height + 1.5 + label_height), about) as drawing:
         above, axes = drawing.figure.subplots(2, 1, sharex=True, height_ratios=[0.7, height])
         _draw_totals(above, counts)
         largest = max(int(counts.max()), 1)
@@ -257,9 +265,9 @@ def partition_figure(counts: Tensor, classes: Sequence[str], noun: str = "exampl
         shows_numbers = font_size >= MIN_CELL_FONT_SIZE
         if shows_numbers:
             _draw_numbers(axes, counts, norm, font_size)
-        _set_sparse_ticks(
-            axes, "x", [str(client) for client in range(num_clients)], width - 1.4, 0.24
-        )
+        _set_sparse_ticks(axes, "x", labels, width - 1.4, 0.15 if has_names else 0.24)
+        if has_names:
+            axes.tick_params(axis="x", labelrotation=90)
         _set_sparse_ticks(axes, "y", [_shorten(name) for name in classes], height, 0.15)
         if shows_numbers:
             axes.set_xticks([client - 0.5 for client in range(num_clients + 1)], minor=True)
@@ -288,7 +296,7 @@ def _draw_totals(axes: Axes, counts: Tensor) -> None:
     )
     axes.set_ylabel("total", rotation=0, ha="right", va="center")
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=2))
-    axes.tick_params(bottom=False, labelbottom=False)
+    axes.tick_params(which="both", bottom=False, labelbottom=False)
 
 
 def _draw_numbers(axes: Axes, counts: Tensor, norm: PowerNorm, font_size: float) -> None:
@@ -318,11 +326,11 @@ def _draw_color_bar(
     bar.outline.set_visible(False)
 
 
-def dumbbell_figure(clients: Sequence[tuple[int, float, float]], name: str = "accuracy") -> Plot:
+def dumbbell_figure(clients: Sequence[tuple[str, float, float]], name: str = "accuracy") -> Plot:
     """Draw each client's score before and after local training as two joined dots.
 
     Args:
-        clients: Client, score before and score after, as fractions.
+        clients: Label of the client, score before and score after, as fractions.
         name: Name of the score.
 
     Returns:
@@ -360,7 +368,7 @@ def dumbbell_figure(clients: Sequence[tuple[int, float, float]], name: str = "ac
             **dots,
             zorder=3,
         )
-        _set_sparse_ticks(axes, "y", [str(client) for client, _, _ in clients], height, 0.15)
+        _set_sparse_ticks(axes, "y", [_shorten(label) for label, _, _ in clients], height, 0.15)
         axes.set_ylim(len(clients) - 0.4, -0.6)
         axes.set_xlim(-3, 103)
         axes.grid(axis="x")

@@ -62,7 +62,8 @@ def partition(runs: Sequence[Run], federations: Sequence[FederationRecord]) -> s
             f"{num_classes} classes; {each.runs[0].experiment.partition_rule}; "
             f"{'seeds' if len(seeds) > 1 else 'seed'} {join_words(seeds)}."
         )
-        plot = partition_figure(each.counts, each.classes, each.noun)
+        names = each.runs[0].client_names
+        plot = partition_figure(each.counts, each.classes, each.noun, names)
         drawn += figure(plot, caption, _counts_table(each))
     num_hidden = len(partitions) - MAX_PARTITIONS
     remark = ""
@@ -181,9 +182,14 @@ def _dumbbell(each: Group) -> str:
     for run in each.runs:
         key = f"own_{run.metric}"
         name = METRIC_LABELS[run.metric]
+        labels = dict(enumerate(run_values.client_labels(run, run.experiment.num_clients)))
         for record in reversed(run.lines):
             scores = [
-                (client["client"], client[f"{key}_before"], client[key])
+                (
+                    labels.get(client["client"], str(client["client"])),
+                    client[f"{key}_before"],
+                    client[key],
+                )
                 for client in record.get("local", ())
                 if client.get(key) is not None and client.get(f"{key}_before") is not None
             ]

@@ -426,6 +426,21 @@ def test_partition_figure_is_a_standalone_svg(
     assert len(svg) < 300_000
 
 
+@pytest.mark.parametrize(
+    ("num_clients", "labels"),
+    [(3, {"0 ann", "1 <b>", "2 ann"}), (60, {"0 ann", "5 <b>", "10 ann"})],
+)
+def test_partition_figure_names_users(num_clients: int, labels: set[str]) -> None:
+    names = [("ann", "<b>")[client % 2] for client in range(num_clients)]
+    svg = partition_figure(torch.ones(num_clients, 2), ["a", "b"], names=names)
+    texts = {
+        "".join(element.itertext()).strip()
+        for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
+    }
+    assert labels <= texts
+    assert ("1 <b>" in texts) == (num_clients == 3), "labels that do not fit are left out"
+
+
 TABLES_VISIBLE = """return [...document.querySelectorAll("details table")]
     .map(table => table.checkVisibility())"""
 SIZES = (

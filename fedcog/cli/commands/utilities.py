@@ -81,7 +81,7 @@ def partition_command(options: argparse.Namespace, rest: list[str]) -> int:
     if options.figure:
         from fedcog.report import partition_figure  # imports matplotlib, which takes a second
 
-        figure = partition_figure(counts, dataset.classes, noun)
+        figure = partition_figure(counts, dataset.classes, noun, names)
         write_file(Path(options.figure), figure.encode())
         print_result(f"figure: {options.figure}", "auto")
     return 0

@@ -93,7 +93,8 @@ def _partition(run: RunFollower, name: str) -> bytes | None:
     classes = _class_names(about)[: counts.shape[1]]
     classes += [str(label) for label in range(len(classes), counts.shape[1])]
     noun = "labels" if about.get("several") else "examples"
-    return partition_figure(counts, classes, noun).encode()
+    names = run.directory.client_names(len(counts))
+    return partition_figure(counts, classes, noun, names).encode()
 
 
 def _generated(run: RunFollower, name: str) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from fedcog.core import settings, tree
 from fedcog.core.tasks import SCORE_KEYS
+from fedcog.data.sources.locations import short_name
 from fedcog.runs.config.composition import algorithm_name, named_layers
 from fedcog.runs.config.experiment import (
     DEFAULT_CLIENTS,
@@ -76,10 +77,12 @@ class Job(NamedTuple):
     def name(self) -> str:
         """Path of the result file without suffix: data set and partition, algorithm, key."""
         experiment = self.experiment
+        # A location is an absolute path, which would lead out of the folder.
+        dataset = re.sub(r"[^\w.-]+", "-", short_name(experiment.dataset))
         partition = re.sub(r"[^\w.]+", "-", experiment.partition_rule)
         prefix = f"{self.probe}-" if self.probe else ""
         algorithm = algorithm_name(experiment.algorithm)
-        return f"{experiment.dataset}-{partition}/{prefix}{algorithm}-{self.key}"
+        return f"{dataset}-{partition}/{prefix}{algorithm}-{self.key}"
 
 
 @functools.lru_cache(maxsize=8192)

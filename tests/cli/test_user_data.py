@@ -98,7 +98,10 @@ def test_compare_sweep_and_partition_take_locations(capsys: pytest.CaptureFixtur
         or Path("runs/compare-points/report.html").exists()
     )
     sweep = ["--algorithms", "fedavg", "--space", "space.toml", "--trials", "2", "--seeds", "0"]
-    assert main(["sweep", *data, *QUICK, *sweep]) == 0
+    before = set(Path().iterdir())
+    assert main(["sweep", *data, *QUICK, *sweep, "--out", "swept"]) == 0
+    assert set(Path().iterdir()) - before == {Path("swept")}, "nothing is written beside the data"
+    assert len(list(Path("swept").rglob("experiment.toml"))) == 3
     assert main(["partition", *data]) == 0
     assert main(["sweep", "--dataset", "mine.py:load", *QUICK, *sweep, "--out", "s"]) == 0
 

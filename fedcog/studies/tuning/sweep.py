@@ -22,7 +22,11 @@ from fedcog.models.initialization import Network
 from fedcog.runs.config.composition import algorithm_name, named_layers
 from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.config.user_code import describe_network, function_source, user_source
-from fedcog.runs.experiment_data import adapt_dataset, resolve_clients
+from fedcog.runs.experiment_data import (
+    adapt_dataset,
+    resolve_before_loading,
+    resolve_clients,
+)
 from fedcog.runs.records.recorded_run import Run, read
 from fedcog.runs.records.run_directory import RecordError, RunDirectory, write_file
 from fedcog.runs.records.summary import Group
@@ -528,9 +532,10 @@ def plan_sweep(
         validation = experiment.validation or DEFAULT_VALIDATION
         with_validation = dataclasses.replace(experiment, validation=validation, seed=0)
         recorded = with_user_objects(with_validation, UserObjects(data, model))
-        if data is not None:
-            recorded = resolve_clients(recorded, adapt_dataset(data, recorded))
-        complete.append(recorded)
+        if data is None:
+            complete.append(resolve_before_loading(recorded))
+        else:
+            complete.append(resolve_clients(recorded, adapt_dataset(data, recorded)))
     arguments: dict[str, Any] = dict(options)
     for name in ("trial_seeds", "seeds"):
         if name in arguments:

@@ -493,3 +493,8 @@ def test_sweep_on_data_without_tests_is_refused_before_the_first_trial(tmp_path:
     with pytest.raises(ConfigError, match=r"final runs of a sweep need one.*--local-test 0.2"):
         fedcog.sweep([experiment], {"lr": [0.01, 0.1]}, tmp_path, trials=2, data=data)
     assert not list(tmp_path.iterdir())
+
+
+def test_plan_names_the_partition_that_the_data_set_implies() -> None:
+    plan = plan_sweep([Experiment(rounds=1)], {"lr": [0.01, 0.1]}, trials=2)
+    assert [(one.partition, one.clients) for one in plan.experiments] == [("dirichlet", 10)]

@@ -486,6 +486,6 @@ def _check_keywords(function: str, keywords: Mapping[str, Any], known: type) -> 
     names = get_type_hints(known)
     for name in keywords:
         if name not in names:
-            close = difflib.get_close_matches(name, names, n=1)
+            close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
             hint = f" Did you mean {close[0]!r}?" if close else f" It accepts {', '.join(names)}."
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}.{hint}")

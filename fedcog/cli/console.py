@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
+from rich.text import Text
 
 import fedcog
 
@@ -22,7 +23,15 @@ EXIT_USAGE = 2
 
 
 class Stream(Console):
-    """A console whose reader may close the pipe: the run continues without output."""
+    """A console whose reader may close the pipe: the run continues without output.
+
+    Control characters, which names in data files may contain, do not reach the terminal.
+    """
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Convert a text with markup; control characters become spaces."""
+        shown = (one if one.isprintable() or one in "\n\t" else " " for one in text)
+        return super().render_str("".join(shown), **options)
 
     def on_broken_pipe(self) -> None:
         """Write to nowhere from now on."""

@@ -490,6 +490,7 @@ def print_partition(
     if names:
         short = [textwrap.shorten(name, MAX_NAME_LENGTH, placeholder="...") for name in names]
         labels = [f"{label} {escape(name)}" for label, name in zip(labels, short, strict=True)]
+    classes = [escape(name) for name in classes]
     width = sum(max(len(name), 4) + 3 for name in classes) + 20
     if width > out.width:
         table = _new_table("client", noun, "classes", "largest", "share", title="per client")

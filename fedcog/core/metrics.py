@@ -184,7 +184,8 @@ def evaluate_functions(functions: MetricFunctions, logits: Tensor, labels: Tenso
                 f"metric '{name}' failed: {type(error).__name__}: {error}."
             ) from error
         try:
-            value = torch.as_tensor(result)
+            is_number = isinstance(result, int | float)
+            value = torch.as_tensor(result, dtype=torch.float64 if is_number else None)
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(
                 f"metric '{name}' returned {type(result).__name__}: return one number."

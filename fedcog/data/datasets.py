@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data import Dataset as TorchDataset
-from torch.utils.data import IterableDataset
 
 from fedcog.core import settings
 
@@ -133,6 +133,16 @@ class Dataset:
             sha256.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
             sha256.update(tensor.contiguous().numpy().data)
         return sha256.hexdigest()
+
+    @functools.cached_property
+    def full_fingerprint(self) -> str:
+        """The fingerprint, extended by the users and indices of the training examples, if any."""
+        sha256 = hashlib.sha256(self.fingerprint.encode())
+        parts = [] if self.users is None else [self.users]
+        for tensor in (*parts, *(self.indices or ())):
+            sha256.update(f"{list(tensor.shape)}".encode())
+            sha256.update(tensor.contiguous().numpy().data)
+        return sha256.hexdigest() if parts or self.indices else self.fingerprint
 
     def _format_faults(self) -> Iterator[str]:
         train = self.train_x
@@ -366,12 +376,20 @@ def _clients(options: DatasetOptions) -> dict[str, Any]:
     if users is not None:
         fields |= _number_users(users, options.get("test_users"))
     if (indices := options.get("indices")) is not None:
-        fields["indices"] = tuple(_to_integers("indices", _to_array(part)) for part in indices)
+        fields["indices"] = tuple(_to_positions(part) for part in indices)
     elif options.get("test_users") is not None and users is None:
         raise DataError(
             "test_users is given without users: give the user of each training example too."
         )
     return fields
+
+
+def _to_positions(values: Any) -> Tensor:
+    """Convert the positions of a client's examples."""
+    positions = _to_array(values)
+    if positions.dtype == bool:
+        raise DataError("indices hold True and False: give positions (numpy: np.flatnonzero(mask))")
+    return _to_integers("indices", positions)
 
 
 def _normalization(inputs: Tensor, options: DatasetOptions) -> dict[str, tuple[float, ...]]:
@@ -382,7 +400,10 @@ def _normalization(inputs: Tensor, options: DatasetOptions) -> dict[str, tuple[f
         channel_mean, channel_std = channel_statistics(inputs)
         mean = channel_mean if mean is None else mean
         std = channel_std if std is None else std
-    return {"mean": tuple(map(float, mean or ())), "std": tuple(map(float, std or ()))}
+    return {
+        name: () if values is None else tuple(map(float, values))
+        for name, values in (("mean", mean), ("std", std))
+    }
 
 
 def from_torch(
@@ -392,7 +413,8 @@ def from_torch(
 ) -> Dataset:
     """Make a data set from torch data sets of (x, y) pairs, which are read once.
 
-    Each x is a tensor, an array or a PIL image. Each y is an integer, a string, a boolean row or a
+    Each x is a tensor, an array or a PIL image; images are read as grayscale or RGB, as
+    `from_folder` reads them. Each y is an integer, a string, a boolean row or a
     set of class names. A random transform is applied once, and its result is kept.
 
     Args:
@@ -414,14 +436,22 @@ def from_torch(
 
 
 def _read_pairs(split: str, source: TorchDataset[Any]) -> tuple[Values, Values]:
+    if isinstance(source, DataLoader):
+        raise DataError(f"the {split} set is a DataLoader: give its data set, loader.dataset")
     if isinstance(source, IterableDataset):
-        pairs = iter(source)
+        examples = iter(source)
     else:
-        pairs = (source[index] for index in range(len(source)))  # type: ignore[arg-type]
+        examples = (source[index] for index in range(len(source)))  # type: ignore[arg-type]
     inputs: list[Any] = []
     labels: list[Any] = []
-    for x, y in pairs:
-        inputs.append(x if isinstance(x, Tensor) else np.asarray(x))
+    for example in examples:
+        if not isinstance(example, tuple | list) or len(example) != 2:
+            raise DataError(
+                f"{split} example {len(inputs)} is no pair (x, y), but "
+                f"{type(example).__name__}: return two values"
+            )
+        x, y = example
+        inputs.append(x if isinstance(x, Tensor) else _image_or_array(split, len(inputs), x))
         labels.append(_plain_label(y))
         if inputs[-1].shape != inputs[0].shape or inputs[-1].dtype != inputs[0].dtype:
             raise DataError(
@@ -433,6 +463,16 @@ def _read_pairs(split: str, source: TorchDataset[Any]) -> tuple[Values, Values]:
     if not inputs:
         raise DataError(f"the {split} set holds no examples: give at least one")
     return torch.stack(inputs) if isinstance(inputs[0], Tensor) else np.stack(inputs), labels
+
+
+def _image_or_array(split: str, position: int, x: Any) -> npt.NDArray[Any]:
+    """Convert an example that is no tensor; a PIL image becomes grayscale or RGB."""
+    if type(x).__module__.partition(".")[0] == "PIL":
+        from fedcog.data.folders import check_image  # imports this module
+
+        check_image(f"{split} example {position}", x)
+        x = x.convert("L" if x.mode in ("1", "L") else "RGB")
+    return np.asarray(x)
 
 
 def _plain_label(y: Any) -> Any:
@@ -447,7 +487,12 @@ def _to_array(values: Any) -> npt.NDArray[Any]:
 
 
 def _to_inputs(name: str, values: Values) -> Tensor:
-    x = values.detach() if isinstance(values, Tensor) else _array_to_inputs(name, values)
+    if isinstance(values, Tensor):
+        if values.layout != torch.strided:
+            raise DataError(f"{name} is sparse: give {name}.to_dense()")
+        x = values.detach()
+    else:
+        x = _array_to_inputs(name, values)
     if x.dtype == torch.uint8 and x.dim() == 3:
         return x.unsqueeze(1)
     is_channels_last = x.dim() == 4 and x.shape[3] in (1, 3) and x.shape[1] == x.shape[2] > 4
@@ -458,11 +503,14 @@ def _to_inputs(name: str, values: Values) -> Tensor:
         )
     if x.dtype in (torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32):
         return x.long()
-    return x.float() if x.dtype == torch.float64 else x
+    return x.float() if x.dtype in (torch.float64, torch.bfloat16) else x
 
 
 def _array_to_inputs(name: str, values: Any) -> Tensor:
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise DataError(f"{name} has examples of several shapes: {error}") from error
     if array.dtype.kind not in "uifb":
         raise DataError(f"{name} holds {array.dtype}: give uint8 images or floats")
     if array.dtype == np.uint8 and array.ndim == 4 and array.shape[3] in (1, 3, 4):
@@ -526,8 +574,10 @@ def _has_label_sets(labels: Any) -> bool:
 
 def _check_all_named(used: set[str], classes: Sequence[str]) -> None:
     if unknown := sorted(used - set(classes)):
+        labels = ", ".join(map(str, unknown[:5]))
         raise DataError(
-            f"labels {unknown[:5]} are not among classes {list(classes)[:5]}...: name every class"
+            f"labels {labels} are not among classes {', '.join(classes[:5])}"
+            f"{', ...' if len(classes) > 5 else ''}: name every class"
         )
 
 
@@ -596,7 +646,7 @@ def _number_users(users: Any, test_users: Any = None) -> dict[str, Any]:
     if test_users is not None:
         splits["test_users"] = _to_list(test_users)
     for name, values in splits.items():
-        if any(user is None or user != user for user in values):
+        if any(map(_is_missing, values)):
             raise DataError(f"{name} holds None or NaN: give the user of every example")
     try:
         ordered = sorted({user for values in splits.values() for user in values})
@@ -619,6 +669,14 @@ def _number_users(users: Any, test_users: Any = None) -> dict[str, Any]:
             stacklevel=4,
         )
     return fields
+
+
+def _is_missing(user: Any) -> bool:
+    """Return whether a user is None, NaN, or the NA of pandas, which is no truth value."""
+    try:
+        return user is None or bool(user != user)
+    except TypeError:
+        return True
 
 
 def _to_list(values: Any) -> list[Any]:

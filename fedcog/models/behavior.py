@@ -14,18 +14,19 @@ from fedcog.models.ops.keyed_random import trial_key
 
 Behavior = list[float]
 """Some numbers that depend on all that is computed."""
+NUM_EXAMPLES = 4
+"""Number of inputs."""
 NUM_VALUES = 16
 """Number of single values in a behavior."""
-TOLERANCE = 0.01
+TOLERANCE = 1e-3
 """Largest difference, as a fraction of the largest number, that rounding may cause."""
 
 
-def network_behavior(model: Model, batch_size: int) -> Behavior:
+def network_behavior(model: Model) -> Behavior:
     """Summarize the outputs of a network with fixed weights, in training and in evaluation mode.
 
     Args:
         model: The network. Its constants count, its weights and running statistics do not.
-        batch_size: Number of inputs.
 
     Returns:
         The numbers.
@@ -34,7 +35,7 @@ def network_behavior(model: Model, batch_size: int) -> Behavior:
     like = next(iter(model.params.values()))
 
     def _draw(shape: Sequence[int], scale: float) -> Tensor:
-        return scale * torch.randn(*shape, generator=generator).to(like)
+        return scale * torch.randn(tuple(shape), generator=generator).to(like)
 
     params = {
         name: _draw(value.shape, (value.shape[0] / max(value.numel(), 1)) ** 0.5)
@@ -43,7 +44,7 @@ def network_behavior(model: Model, batch_size: int) -> Behavior:
         for name, value in model.params.items()
     }
     buffers = {name: torch.ones_like(value) for name, value in model.buffers.items()}
-    x = _draw((batch_size, *model.continuous_shape), 1.0)
+    x = _draw((NUM_EXAMPLES, *model.continuous_shape), 1.0)
     with torch.no_grad():
         trained = model.forward(params, buffers, x, trial_key(like.device)).logits
         evaluated = model.predict(params | buffers, x)

@@ -4,7 +4,8 @@ import contextlib
 import copy
 import itertools
 import random
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.batchnorm import _NormBase
 
 from fedcog.core.tree import Params
 from fedcog.models.ops.dropout import KeyedDropout
@@ -26,8 +28,10 @@ OTHER_WEIGHTS = 1.25
 """Factor on weights in trials that tell weights from what a network kept of them."""
 OTHER_INPUTS = 0.75
 """Factor on trial inputs, likewise."""
-PLAIN_TYPES = (int, str, bool, type(None))
+PLAIN_TYPES = (int, float, str, bool, type(None), np.generic)
 """Types of attributes that a pass may set, but not count up."""
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+"""Attributes that every layer has."""
 
 
 class ModelError(Exception):
@@ -71,6 +75,12 @@ def copy_network(module: nn.Module) -> nn.Module:
             raise ModelError(
                 f"layer '{name}' ({type(layer).__name__}) has no shape yet: "
                 "call the network once on an example first."
+            )
+    for name, value in module.named_parameters():  # copies have no hooks
+        if value._backward_hooks or value._post_accumulate_grad_hooks:
+            raise ModelError(
+                f"parameter '{name}' has a hook on its gradient, which would not be called here: "
+                "change the gradient of its inputs in forward, or write an algorithm."
             )
     try:
         return copy.deepcopy(module)
@@ -229,7 +239,8 @@ def _batch_counters(module: nn.Module, trained: _TrialPass) -> set[str]:
         name for name in trained.changed & before.keys() if not before[name].is_floating_point()
     }
     for name in counters:
-        if not name.endswith("num_batches_tracked"):
+        layer = module.get_submodule(name.rpartition(".")[0])
+        if not (name.endswith("num_batches_tracked") and isinstance(layer, _NormBase)):
             raise ModelError(
                 f"buffer '{name}' counts in training, "
                 "and a count can be neither averaged nor resumed."
@@ -265,32 +276,84 @@ def _depends_on_history(
     a new one.
     """
     used = copy.deepcopy(module)
-    attributes = []
-    for mode in (training, not training, training):
-        with KeyedDropout(trial_key(inputs.device)):
-            _try_forward(used.train(mode), inputs.clone(), num_classes)
-        attributes.append(_plain_attributes(used))
-    if attributes[0] != attributes[2]:
+    changes = _attribute_changes(used, inputs, num_classes, training)
+    # What differs between equal trials, such as a time, counts nothing.
+    if changes and changes & _attribute_changes(
+        copy.deepcopy(module), inputs, num_classes, training
+    ):
         return True
     outputs = []
     for candidate in (copy.deepcopy(module).train(training), used):
         with torch.no_grad():
             for parameter in candidate.parameters():
                 parameter.mul_(OTHER_WEIGHTS)
-            for old, new in zip(module.buffers(), candidate.buffers(), strict=True):
-                new.copy_(old)
+        _set_buffers(candidate, module.buffers())
         with KeyedDropout(trial_key(inputs.device)):
             found = _try_forward(candidate, inputs.flip(0) * OTHER_INPUTS, num_classes)
         outputs.append(found.detach().nan_to_num())
     return not torch.equal(*outputs)
 
 
-def _plain_attributes(module: nn.Module) -> list[dict[str, object]]:
-    """Return the integers, texts and flags that layers keep as plain attributes."""
+def _set_buffers(module: nn.Module, values: Iterable[Tensor]) -> None:
+    with torch.no_grad():
+        for buffer, value in zip(module.buffers(), values, strict=True):
+            buffer.copy_(value)
+
+
+def _attribute_changes(
+    module: nn.Module, inputs: Tensor, num_classes: int, training: bool
+) -> set[tuple[int, str, str]]:
+    """Call a network three times; return which attributes the last call left otherwise."""
+    found = []
+    for mode in (training, not training, training):
+        buffers = copy.deepcopy(list(module.buffers()))
+        with KeyedDropout(trial_key(inputs.device)):
+            _try_forward(module.train(mode), inputs.clone(), num_classes)
+        found.append(plain_attributes(module))
+        _set_buffers(module, buffers)
+    return {
+        (position, name, repr((value, last.get(name))))
+        for position, (first, last) in enumerate(zip(found[0], found[2], strict=True))
+        for name, value in first.items()
+        if value != last.get(name)
+    }
+
+
+def plain_attributes(module: nn.Module) -> list[dict[str, object]]:
+    """Return the numbers, texts and tensors that each layer keeps as plain attributes.
+
+    Args:
+        module: The network.
+
+    Returns:
+        For each layer, values by name that can be compared; other objects are None.
+    """
     return [
-        {name: value for name, value in vars(layer).items() if isinstance(value, PLAIN_TYPES)}
+        {
+            name: _plain_value(value)
+            for name, value in vars(layer).items()
+            if name not in MODULE_ATTRIBUTES
+        }
         for layer in module.modules()
     ]
+
+
+def _plain_value(value: object, depth: int = 3) -> object:
+    """Return what can be compared of an attribute: numbers and texts, also in containers."""
+    if isinstance(value, Tensor):
+        if value.is_complex():
+            value = torch.view_as_real(value)
+        dense = value.detach().to_dense().double().nan_to_num()
+        return str(value.dtype), tuple(dense.shape), dense.cpu().numpy().tobytes()
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return str(value.dtype), value.shape, value.tobytes()
+    if isinstance(value, PLAIN_TYPES):
+        return repr(value)  # NaN equals NaN
+    if depth and isinstance(value, Mapping):
+        return [(repr(key), _plain_value(item, depth - 1)) for key, item in value.items()]
+    if depth and isinstance(value, list | tuple | deque):
+        return [_plain_value(item, depth - 1) for item in value]
+    return None
 
 
 def _check_gradients(module: nn.Module, inputs: Tensor) -> None:
@@ -322,8 +385,9 @@ def _check_gradients(module: nn.Module, inputs: Tensor) -> None:
         except (RuntimeError, TypeError, ValueError) as error:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise ModelError(
-                f"the network has no gradient that can be computed here ({reason}). If it uses "
-                "torch.utils.checkpoint, call its layers directly."
+                f"the network has no gradient that can be computed here ({reason}). If it has "
+                "layers with inplace=True, remove that; if it uses torch.utils.checkpoint, call "
+                "its layers directly."
             ) from error
         gradients.append([torch.zeros(()) if one is None else one.nan_to_num() for one in found])
     if any(one.is_sparse for own in gradients for one in own):
@@ -344,6 +408,11 @@ def _check_gradients(module: nn.Module, inputs: Tensor) -> None:
 
 def _check_parameters(module: nn.Module) -> None:
     for name, layer in module.named_modules():
+        if isinstance(layer, nn.SyncBatchNorm):
+            raise ModelError(
+                f"layer '{name}' (SyncBatchNorm) averages over processes, and a client trains in "
+                "one: use nn.BatchNorm1d, 2d or 3d."
+            )
         if "num_batches_tracked" in layer._buffers and getattr(layer, "momentum", 0.1) is None:
             raise ModelError(
                 f"layer '{name}' ({type(layer).__name__}) has momentum=None, a cumulative average "

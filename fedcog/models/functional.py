@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from fedcog.core.tree import Params
@@ -21,6 +21,7 @@ from fedcog.models.checks import (
     check_usable,
     copy_network,
     have_equal_values,
+    plain_attributes,
     supports_channels_last,
 )
 from fedcog.models.ops.dropout import KeyedDropout
@@ -422,7 +423,9 @@ class Model:
         return contextlib.nullcontext()
 
     def has_same_constants(self, other: "Model") -> bool:
-        """Return whether frozen weights and constant buffers equal those of another network.
+        """Return whether all but trained weights equals that of another network.
+
+        Frozen weights, constant buffers, and numbers that layers keep as attributes count.
 
         Args:
             other: The same network, initialized from another seed.
@@ -430,7 +433,9 @@ class Model:
         Returns:
             True if clients of both can train in one stack, which shares what is not trained.
         """
-        return have_equal_values(self.constants, other.constants)
+        return have_equal_values(self.constants, other.constants) and (
+            plain_attributes(self._train) == plain_attributes(other._train)
+        )
 
     @property
     def vmappable(self) -> "Model":
@@ -491,7 +496,7 @@ def _checked(
 def _remove_batch_counters(module: nn.Module) -> None:
     """Remove BatchNorm's counters: no result depends on them, and vmap cannot write to them."""
     for layer in module.modules():
-        if "num_batches_tracked" in layer._buffers:
+        if isinstance(layer, _NormBase) and "num_batches_tracked" in layer._buffers:
             layer._buffers["num_batches_tracked"] = None
 
 

@@ -51,12 +51,14 @@ def make_network(
     """
     if isinstance(network, nn.Module) or not callable(network):
         return network
+    from fedcog.models.libraries import call_with_torchvision  # imports this module
+
     name = getattr(network, "__name__", type(network).__name__)
     arguments = _arguments(network, {"input_shape": input_shape, "num_classes": num_classes})
 
     def _build() -> nn.Module:
         try:
-            return network(**arguments)
+            return call_with_torchvision(lambda: network(**arguments))
         except TypeError as error:
             raise ModelError(
                 f"{name} cannot be called as {name}({', '.join(arguments)}): {error}. Give a "

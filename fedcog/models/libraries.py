@@ -7,7 +7,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,7 @@ _TORCHVISION_SIZE_ARGUMENTS = {"vit_": "image_size"}
 _MISSING_OPERATOR = r"operator torchvision::\w+ does not exist"
 _OPERATOR_SCHEMAS = ("nms", "qnms")
 _libraries: list[torch.library.Library] = []
+Result = TypeVar("Result")
 
 
 class InputAdapter(nn.Module):
@@ -112,7 +113,7 @@ def name_fault(name: str) -> str | None:
     close = difflib.get_close_matches(rest, known, n=1)
     hint = f"{library}.list_models() returns all names."
     if library == "torchvision":
-        hint = f"choose one of {', '.join(known)}."
+        hint = "torchvision.models.list_models(module=torchvision.models) returns all names."
     if close:
         hint = f"did you mean {library}:{close[0]}?"
     return f"unknown model '{name}': {hint}"
@@ -285,6 +286,24 @@ def import_library(library: str) -> Any:
             f"{library} cannot be imported ({error}): install it again, "
             f"pip install --force-reinstall 'fedcog[{library}]'."
         ) from error
+
+
+def call_with_torchvision(function: Callable[[], Result]) -> Result:
+    """Call a function that may import a torchvision that was built for another torch.
+
+    Args:
+        function: The function; it is called again if that import failed.
+
+    Returns:
+        Its result.
+    """
+    try:
+        return function()
+    except RuntimeError as error:
+        if not re.search(_MISSING_OPERATOR, str(error)):
+            raise
+        import_library("torchvision")
+        return function()
 
 
 def _import_torchvision() -> None:

@@ -113,7 +113,8 @@ def resolve_clients(experiment: Experiment, dataset: Dataset) -> Experiment:
             raise ConfigError(
                 [
                     f"clients is {experiment.clients}, but there are indices for "
-                    f"{len(dataset.indices)}: remove --clients."
+                    f"{len(dataset.indices)}: remove --clients, or restore the indices that the "
+                    "run began with."
                 ]
             )
     elif not experiment.clients and partition == "natural" and dataset.users is not None:
@@ -200,6 +201,32 @@ def check_augmentation(augmentation: Augmentation, data: FederatedData) -> Tenso
             ]
         )
     return found
+
+
+def augmentation_batching_error(augmentation: Augmentation, data: FederatedData) -> str:
+    """Call the user's augmentation for two clients at once, on a few examples.
+
+    Args:
+        augmentation: The function.
+        data: The data that it will change.
+
+    Returns:
+        Why torch cannot map it over clients with vmap; empty if it can.
+    """
+    indices = torch.arange(min(2, len(data.train_y)), device=data.device)
+    x = data.examples(indices, store=data.example_store | data.stage(indices))["x"]
+    key = trial_key(data.device)
+
+    def _augment(x: Tensor, client_id: Tensor) -> Tensor:
+        own_key = key._replace(client_id=client_id)
+        return augmentation(x, KeyedRandom(own_key, is_mapped=True))
+
+    try:
+        with warnings.catch_warnings(action="ignore"):  # about missing batching rules
+            torch.func.vmap(_augment)(torch.stack([x, x]), torch.arange(2, device=data.device))
+    except Exception as error:
+        return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+    return ""
 
 
 def client_names(experiment: Experiment, dataset: Dataset, indices: list[Tensor]) -> list[str]:

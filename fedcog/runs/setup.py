@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import importlib.util
-import re
 import warnings
 from collections.abc import Iterable
 from dataclasses import replace
@@ -40,11 +39,13 @@ from fedcog.models.tokens import check_tokens, continuous_shape
 from fedcog.models.zoo import MODELS, build
 from fedcog.runs.config.composition import algorithm_name, named_layers
 from fedcog.runs.config.experiment import Experiment
+from fedcog.runs.config.object_names import augmentation_name, data_name, network_name
 from fedcog.runs.config.user_code import describe_network, function_source, user_source
 from fedcog.runs.environment import find_device, num_workers
 from fedcog.runs.experiment_data import (
     adapt_dataset,
     apply_shifts,
+    augmentation_batching_error,
     check_augmentation,
     client_names,
     partition_seed,
@@ -266,6 +267,7 @@ class ExperimentSetup:
     def _set_up_data(self, objects: UserObjects, remote: RemoteClients | None) -> None:
         """Load the data set, split it among clients, and copy it to the device."""
         dataset = self._load_data(objects)
+        self._original_dataset = dataset
         experiment = self.experiment
         if remote is None or remote.indices is None:
             self.indices = split_dataset(experiment, dataset)
@@ -390,6 +392,12 @@ class ExperimentSetup:
         experiment = self.experiment
         shape = self.dataset.input_shape
         num_classes = len(self.dataset.classes)
+        if objects.model is None and self.dataset.train_x.dtype == torch.int64:
+            raise ModelError(
+                f"the inputs are int64 tokens of shape {shape}, which no network by name takes: "
+                "give your own, --model FILE.py:Name (Python: model=...), with embed(tokens) and "
+                "forward_embedded(x); or give floats if the inputs are no tokens."
+            )
         if objects.model is None:
             self.model_name = resolve_model_name(experiment, shape)
             module = build(self.model_name, shape, num_classes, experiment.seed)
@@ -420,11 +428,20 @@ class ExperimentSetup:
             continuous_shape(module, shape),
         )
         self._network_text += description
-        self.user_object_names = _object_names(objects, self._network_text)
         model = Model(module, shape, num_classes, experiment.batch_size, generator)
         self.model = model.to(self.device, getattr(torch, experiment.precision))
         if objects.model is not None:
-            self._behavior["network"] = network_behavior(model, min(experiment.batch_size, 4))
+            _check_precision(self.model, experiment.precision)
+        if objects.model is not None:
+            self._behavior["network"] = network_behavior(model)
+        is_seed_0 = self._has_given_weights or experiment.seed == 0
+        self.user_object_names = object_names(
+            experiment,
+            objects,
+            self._original_dataset,
+            self._network_text,
+            self._behavior.get("network") if is_seed_0 else None,
+        )
 
     @property
     def _evaluates_clients(self) -> bool:
@@ -499,6 +516,8 @@ class ExperimentSetup:
         if experiment.mapping != "auto" or self.device.type == "cuda":
             return self._batched_mapping(), 0
         generator = experiment.algorithm.generator_config.kind
+        if self._augmentation_error():
+            return "loop", 0
         if self.model_name not in MODELS or generator == "custom" or not is_built_in(experiment):
             return "loop", 0
         num_steps = experiment.local_steps
@@ -511,7 +530,16 @@ class ExperimentSetup:
     def _batched_mapping(self) -> Mapping:
         """Return how clients train at once, if torch can map the network over clients."""
         mapping = self.experiment.mapping
-        reason = ""
+        if reason := self._augmentation_error():
+            if mapping != "auto":
+                raise ConfigError(
+                    [
+                        f"mapping '{mapping}' trains several clients at once, which torch cannot "
+                        f"do with this augmentation ({reason}): write it without Python decisions "
+                        "on values, such as torch.where(flip, x.flip(3), x), or set --mapping loop."
+                    ]
+                )
+            return "loop"
         if self.model_name not in MODELS:
             reason = self.model.batching_error(self.experiment.batch_size)
         if mapping == "auto":
@@ -522,6 +550,12 @@ class ExperimentSetup:
                 f"cannot do with this one ({reason}): set --mapping loop."
             )
         return mapping
+
+    def _augmentation_error(self) -> str:
+        """Return why the user's augmentation cannot be mapped over clients; empty if it can."""
+        if self._augmentation is None:
+            return ""
+        return augmentation_batching_error(self._augmentation, self.data)
 
     def _check_model(self) -> None:
         """Refuse networks that the algorithm cannot use."""
@@ -739,30 +773,48 @@ def check_seeds(model: Network | None, seeds: Iterable[int]) -> None:
         )
 
 
-def _object_names(objects: UserObjects, network_text: str) -> dict[str, str]:
-    """Name the user's own objects, with the first digits of a digest that tells them apart."""
+def _check_precision(model: Model, precision: str) -> None:
+    """Refuse a network of the user that computes in a floating type of its own."""
+    like = next(iter(model.params.values()))
+    x = torch.zeros((2, *model.continuous_shape), dtype=like.dtype, device=like.device)
+    try:
+        with torch.no_grad():
+            model.predict(model.params | model.buffers, x)
+    except RuntimeError as error:
+        raise ModelError(
+            f"the network does not compute in {precision} ({str(error).splitlines()[0]}): remove "
+            "conversions such as x.half() from its forward, and set --precision instead."
+        ) from error
+
+
+def object_names(
+    experiment: Experiment,
+    objects: UserObjects,
+    dataset: Dataset,
+    network_text: str,
+    behavior: Behavior | None = None,
+) -> dict[str, str]:
+    """Name what settings do not describe: the user's own objects, and data in files.
+
+    Args:
+        experiment: The experiment.
+        objects: Objects of the user.
+        dataset: The data set, before shifts.
+        network_text: What describes the network.
+        behavior: What the network computes if it is initialized from seed 0, if that is known.
+
+    Returns:
+        Names with digests, by role: data, network, augmentation.
+    """
     names: dict[str, str] = {}
-    if objects.data is not None:
-        names["data"] = f"{objects.data.name}-{objects.data.fingerprint[:4]}"
-    described = {
-        "network": (objects.model, network_text),
-        "augmentation": (objects.augmentation, _code_text(objects.augmentation)),
-    }
-    for role, (thing, text) in described.items():
-        if thing is not None:
-            digest = hashlib.sha256(text.encode()).hexdigest()[:4]
-            name = re.sub(r"\W", "", getattr(thing, "__name__", type(thing).__name__))
-            names[role] = f"{name}-{digest}"
+    is_located = locations.location_kind(experiment.dataset) in ("folder", "file", "hub")
+    if objects.data is not None or experiment.indices or is_located:
+        names["data"] = data_name(dataset)
+    if objects.model is not None:
+        names["network"] = network_name(objects.model, network_text, dataset, behavior)
+    if objects.augmentation is not None:
+        names["augmentation"] = augmentation_name(objects.augmentation, dataset)
     return names
-
-
-def _code_text(function: Augmentation | None) -> str:
-    """Return the source of a function, or the byte code of a lambda."""
-    code = getattr(function, "__code__", None)
-    if code is not None and code.co_name == "<lambda>":
-        constants = [one for one in code.co_consts if not isinstance(one, type(code))]
-        return f"{code.co_code.hex()} {code.co_names} {constants}"
-    return function_source(function)
 
 
 def check_objects(experiment: Experiment, objects: UserObjects) -> None:

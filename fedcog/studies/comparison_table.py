@@ -12,6 +12,7 @@ from fedcog.runs.records.frames import Runs, as_runs
 from fedcog.runs.records.metric_series import (
     is_cost,
     is_score,
+    last_value,
     metric_label,
     series,
     with_values,
@@ -280,10 +281,12 @@ def _values_by_seed(runs: Sequence[Run], metric: str, best: bool) -> dict[int, f
     choose = min if is_cost(metric) else max
     by_seed: dict[int, float] = {}
     for run in runs:
-        values = [value for _, value in series(run, metric)]
-        if not values or (run.diverged and not best):
-            continue
-        by_seed.setdefault(run.experiment.seed, choose(values) if best else values[-1])
+        if best:
+            value = choose([value for _, value in series(run, metric)], default=None)
+        else:
+            value = None if run.diverged else last_value(run, metric)
+        if value is not None:
+            by_seed.setdefault(run.experiment.seed, value)
     return by_seed
 
 

@@ -182,3 +182,17 @@ def test_flower_nodes_receive_data_network_and_augmentation() -> None:
     assert main(["run", *code, *QUICK, "--out", "alone"]) == 0
     pair = [[line["loss"] for line in fedcog.read(name).lines] for name in ("flower", "alone")]
     assert pair[0] == pytest.approx(pair[1], rel=1e-5)
+
+
+def test_names_in_data_files_are_shown_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    np.savez(
+        "odd.npz",
+        train_x=np.eye(6, dtype="f4").repeat(10, 0),
+        train_y=np.arange(60) % 2,
+        users=np.array(["ann\x1b[2J", "b[/b]"] * 30),
+        classes=np.array(["[/b]", "\x1b]0;owned\x07x"]),
+    )
+    assert main(["partition", "--dataset", "odd.npz"]) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown and "\x07" not in shown
+    assert "[/b]" in shown and "1 b[/b]" in shown

@@ -104,3 +104,13 @@ def test_metrics_of_logits_that_are_not_finite_are_nan() -> None:
     assert math.isnan(float(found["never"]))
     stats = metrics.calibration_stats(logits, labels)
     assert stats[:, 0].sum() == 3, "each example is in one bin"
+
+
+def test_numbers_keep_double_precision() -> None:
+    logits = torch.zeros(2, 3)
+    labels = torch.tensor([0, 1])
+    for number in (1 / 3, 16777217.0, 1e300, 2**40 + 1):
+        found = metrics.evaluate_functions(
+            {"own": lambda *_, number=number: number}, logits, labels
+        )
+        assert float(found["own"]) == number

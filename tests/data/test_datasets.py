@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from fedcog.data import formats
 from fedcog.data.datasets import DataError, Dataset, from_arrays, from_torch
@@ -217,6 +218,12 @@ def test_label_names_and_user_names_become_numbers() -> None:
         ),
         (lambda x: from_arrays(x, LABELS, x, LABELS, indices=[[0.5]]), "indices holds float64"),
         (lambda x: from_arrays(x.astype(complex), LABELS, x, LABELS), "train_x holds complex128"),
+        (lambda x: from_arrays([[1.0], [1.0, 2.0]], [0, 1]), "examples of several shapes"),
+        (lambda x: from_arrays(torch.from_numpy(x).to_sparse(), LABELS), "to_dense"),
+        (lambda x: from_arrays(x, LABELS, users=["a", pd.NA] * 3), "users holds None or NaN"),
+        (lambda x: from_arrays(x, LABELS, indices=[LABELS == 0]), "indices hold True and False"),
+        (lambda x: from_torch(DataLoader(Pairs(x, LABELS))), "loader.dataset"),
+        (lambda x: from_torch([(0.0, 1, 2)]), "example 0 is no pair"),
     ],
 )
 def test_invalid_values_are_refused(call: Callable[[Any], Dataset], message: str) -> None:
@@ -483,3 +490,36 @@ def test_likely_mistakes_in_layouts_and_labels_are_refused() -> None:
         from_arrays(flat, np.eye(3)[y], flat, np.eye(3)[y])
     with pytest.raises(DataError, match=r"give \[n, 1\]"):
         from_arrays(np.zeros(6, np.float32), y, np.zeros(6, np.float32), y)
+
+
+def test_pictures_with_palettes_are_read_as_colors() -> None:
+    colors = ["red", "blue", "red", "blue"]
+    pictures = [Image.new("RGB", (6, 5), color).quantize(4) for color in colors]
+    assert pictures[0].mode == "P"
+    data = from_torch(Pairs(pictures, [0, 1, 0, 1]))
+    assert data.train_x[:2, :, 0, 0].tolist() == [[255, 0, 0], [0, 0, 255]]
+    deep = Pairs([Image.new("I;16", (6, 5))] * 2, [0, 1])
+    with pytest.raises(DataError, match="train example 0 has more than 8 bits"):
+        from_torch(deep)
+
+
+def test_statistics_may_be_arrays_and_floats_of_16_bits() -> None:
+    given = torch.full((3,), 0.5)
+    data = from_arrays(IMAGES, LABELS, mean=given, std=given.numpy())  # type: ignore[arg-type]
+    assert data.mean == data.std == (0.5, 0.5, 0.5)
+    floats = torch.rand(6, 2).bfloat16()
+    assert torch.equal(from_arrays(floats, LABELS).train_x, floats.float())
+
+
+def test_full_fingerprint_knows_users_and_indices() -> None:
+    x = np.zeros((6, 2), "f4")
+    plain = from_arrays(x, LABELS)
+    assert plain.full_fingerprint == plain.fingerprint
+    others = [
+        from_arrays(x, LABELS, users=list("aabbcc")),
+        from_arrays(x, LABELS, users=list("abbbcc")),
+        from_arrays(x, LABELS, indices=[[0, 1], [2]]),
+        from_arrays(x, LABELS, indices=[[0], [1, 2]]),
+    ]
+    assert len({data.full_fingerprint for data in (plain, *others)}) == 5
+    assert len({data.fingerprint for data in (plain, *others)}) == 1, "as older runs recorded it"

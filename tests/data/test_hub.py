@@ -1,6 +1,8 @@
 """Tests of data sets that Hugging Face `datasets` reads: from disk, and from its cache."""
 
 import json
+import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -186,3 +188,53 @@ def test_name_is_found_in_the_cache_without_a_network(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[[0.5], [1.5]]"
+
+
+def test_classes_in_another_order_in_the_test_split_keep_their_names(tmp_path: Path) -> None:
+    def split(names: list[str], labels: list[str]) -> Any:
+        kind = datasets.ClassLabel(names=names)
+        features = datasets.Features({"x": datasets.List(datasets.Value("float32")), "label": kind})
+        rows = {"x": [[1.0]] * len(labels), "label": [names.index(one) for one in labels]}
+        return datasets.Dataset.from_dict(rows, features=features)
+
+    train = split(["ant", "bee", "cat"], ["bee", "ant", "cat"])
+    splits = {"train": train, "test": split(["cat", "bee", "ant"], ["ant", "bee", "cat"])}
+    data = fedcog.load_dataset(save(datasets.DatasetDict(splits), tmp_path / "order"))
+    assert [data.classes[label] for label in data.train_y] == ["bee", "ant", "cat"]
+    assert [data.classes[label] for label in data.test_y] == ["ant", "bee", "cat"]
+    splits["test"] = split(["ant", "elk"], ["elk"])
+    with pytest.raises(DataError, match="has class 'elk' in the test split, and not"):
+        fedcog.load_dataset(save(datasets.DatasetDict(splits), tmp_path / "other"))
+
+
+def test_arrays_with_channels_last_are_images(tmp_path: Path) -> None:
+    pixels = np.arange(2 * 8 * 9 * 3, dtype=np.uint8).reshape(2, 8, 9, 3)
+    features = datasets.Features(
+        {"pixels": datasets.Array3D((8, 9, 3), "uint8"), "y": datasets.Value("int64")}
+    )
+    table = datasets.Dataset.from_dict({"pixels": list(pixels), "y": [0, 1]}, features=features)
+    data = fedcog.load_dataset(save(table, tmp_path / "last"))
+    assert torch.equal(data.train_x, torch.from_numpy(pixels).permute(0, 3, 1, 2))
+
+
+class Evil:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("name", ["pandas", "csv", "pandas:default", "../pandas", "a/b/c"])
+def test_loaders_of_local_files_are_no_data_sets(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`datasets` would unpickle the files of the current folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    Path("train.pkl").write_bytes(pickle.dumps(Evil(tmp_path / "unpickled")))
+    with pytest.raises(DataError, match=r"hub:OWNER/NAME|there is no folder"):
+        fedcog.load_dataset(f"hub:{name}")
+    assert not Path("unpickled").exists()

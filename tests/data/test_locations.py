@@ -1,5 +1,6 @@
 """Tests of data sets by location: folders, .npz files, functions, and what is refused."""
 
+import contextlib
 import dataclasses
 import json
 import zipfile
@@ -14,6 +15,7 @@ import fedcog
 from fedcog import ConfigError, DataError, Experiment
 from fedcog.data.datasets import DataWarning
 from fedcog.data.sources import locations
+from fedcog.data.sources.array_files import read_arrays
 from fedcog.data.sources.client_indices import read_client_indices
 from fedcog.runs.records.run_directory import RunDirectory
 
@@ -331,3 +333,44 @@ def test_examples_of_no_client_are_counted() -> None:
 def test_file_of_code_without_a_name_is_explained() -> None:
     with pytest.raises(ConfigError, match=r"name of a function in the file, --dataset m\.py:Name"):
         Experiment(dataset="m.py")
+
+
+def test_files_with_similar_names_are_different_code(tmp_path: Path) -> None:
+    for number, name in enumerate(["d-1.py", "d_1.py", "daten/ä.py", "daten/ö.py"]):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"def load():\n    return [[{number}.0], [1.0]], [0, 1]\n")
+        data = fedcog.load_dataset(f"{path}:load")
+        assert float(data.train_x[0, 0]) == number
+
+
+def test_damaged_array_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.npz"
+    np.savez_compressed(path, train_x=np.zeros((50, 4)), train_y=np.arange(50) % 2)
+    content = bytearray(path.read_bytes())
+    for position in range(60, len(content), 7):
+        damaged = content.copy()
+        damaged[position] ^= 0xFF
+        path.write_bytes(damaged)
+        with contextlib.suppress(DataError):  # and no other error
+            read_arrays(path)
+    header = b"\x93NUMPY\x01\x00" + (5000).to_bytes(2, "little") + b"(" * 5000
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("train_x.npy", header)
+    with pytest.raises(DataError, match="cannot be read"):
+        read_arrays(path)
+
+
+def test_paths_are_locations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.savez("digits.npz", train_x=np.zeros((4, 2), "f4"), train_y=[0, 1, 0, 1])
+    assert fedcog.load_dataset(Path("digits.npz")).name == "digits"
+    with pytest.raises(DataError, match="digits"):
+        fedcog.load_dataset(Path("digits"))  # a folder, not the data set of this name
+
+
+def test_index_file_that_names_a_client_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "parts.json"
+    path.write_text('{"ann": [0], "bob": [1], "ann": [2]}')
+    with pytest.raises(DataError, match="it names 'ann' twice"):
+        read_client_indices(path)

@@ -1,6 +1,7 @@
 """Initial weights of a user's network: they depend on the seed alone."""
 
 import random
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -69,3 +70,18 @@ def test_function_that_returns_one_network_again_and_again_is_refused() -> None:
     with pytest.raises(ModelError, match="same weights in every call"):
         make_network(lambda: nn.Sequential(network, nn.Tanh()), (5,), 3, seed=0)
     make_network(lambda: nn.Sequential(body, nn.Linear(4, 3)), (5,), 3, seed=0)  # a frozen body
+
+
+def test_constructor_may_import_a_torchvision_of_another_torch() -> None:
+    """As `import torchvision` fails the first time, until its operators are declared."""
+    calls = []
+
+    def build() -> nn.Module:
+        calls.append(1)
+        if len(calls) == 1:
+            raise RuntimeError("operator torchvision::nms does not exist")
+        return nn.Linear(3, 2)
+
+    if find_spec("torchvision") is None:
+        pytest.skip("torchvision is not installed")
+    assert isinstance(make_network(build, (3,), 2, 0), nn.Linear)

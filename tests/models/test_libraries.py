@@ -58,7 +58,7 @@ def test_missing_package_is_refused_with_the_command(
     [
         ("torchvision:resnet17", "did you mean torchvision:resnet18?"),
         ("torchvision:fasterrcnn_resnet50_fpn", "unknown model"),
-        ("torchvision:zzz", "choose one of alexnet, convnext_base"),
+        ("torchvision:zzz", "list_models(module=torchvision.models) returns all names"),
         ("timm:resnet10", "did you mean timm:resnet10t?"),
         ("timm:hf_hub:someone/model", "unknown model"),
         ("timm:resnet10t.c3_in1k", "did you mean timm:resnet10t?"),

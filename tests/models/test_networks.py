@@ -4,6 +4,7 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -605,24 +606,27 @@ def test_multi_label_resnet18_loop_and_graph_agree(name: str) -> None:
 class PlainTensor(nn.Module):
     """A network with constants of its seed that no state dict holds."""
 
-    def __init__(self, is_buffer: bool = False) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
         self.layer = nn.Linear(3, 4)
         scale = torch.rand(4)
-        if is_buffer:
+        if kind == "buffer":
             self.register_buffer("scale", scale, persistent=False)
         else:
-            self.scale = scale
+            self.scale = [scale] if kind == "list" else scale
+        if kind == "number":
+            self.scale = float(scale[0])
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * self.scale
+        scale = self.scale[0] if isinstance(self.scale, list) else self.scale
+        return self.layer(x) * scale
 
 
-@pytest.mark.parametrize("is_buffer", [False, True])
-def test_networks_with_other_constants_are_not_stacked(is_buffer: bool) -> None:
+@pytest.mark.parametrize("kind", ["tensor", "buffer", "list", "number"])
+def test_networks_with_other_constants_are_not_stacked(kind: str) -> None:
     models = []
     for seed in (0, 1, 0):
-        module = initialize(lambda: PlainTensor(is_buffer), seed)
+        module = initialize(lambda: PlainTensor(kind), seed)
         models.append(Model(module, (3,), 4))
     assert models[0].has_same_constants(models[2])
     assert not models[0].has_same_constants(models[1])
@@ -667,6 +671,45 @@ def test_state_outside_of_weights_is_refused(
 ) -> None:
     with pytest.raises(ModelError, match=reason):
         Model(WithRule(rule), (3,), 4)
+
+
+@pytest.mark.parametrize("start", [0, 0.0, [0], {"n": 0}, np.int64(0), torch.zeros(())])
+def test_counted_calls_are_refused(start: Any) -> None:
+    def counts(net: WithRule, y: Tensor) -> Tensor:
+        if isinstance(net.kept, list):
+            net.kept = [net.kept[0] + 1]
+        elif isinstance(net.kept, dict):
+            net.kept["n"] += 1
+        else:
+            net.kept = net.kept + 1
+        return y
+
+    module = WithRule(counts)
+    module.kept = start
+    with pytest.raises(ModelError, match="counts its calls"):
+        Model(module, (3,), 4)
+
+
+def test_hooks_of_parameters_are_refused() -> None:
+    module = nn.Linear(3, 4)
+    module.weight.register_hook(lambda gradient: gradient * 0)
+    with pytest.raises(ModelError, match="parameter 'weight' has a hook"):
+        Model(module, (3,), 4)
+
+
+def test_layers_that_synchronize_or_count_are_refused() -> None:
+    with pytest.raises(ModelError, match=r"SyncBatchNorm.*use nn\.BatchNorm1d"):
+        Model(nn.Sequential(nn.Linear(3, 4), nn.SyncBatchNorm(4)), (3,), 4)
+
+    def counts_batches(net: WithRule, y: Tensor) -> Tensor:
+        if net.training:
+            net.num_batches_tracked += 1  # type: ignore[operator]
+        return y
+
+    module = WithRule(counts_batches)
+    module.register_buffer("num_batches_tracked", torch.tensor(0))
+    with pytest.raises(ModelError, match="'num_batches_tracked' counts in training"):
+        Model(module, (3,), 4)
 
 
 def test_harmless_networks_are_accepted() -> None:

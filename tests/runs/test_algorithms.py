@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -258,3 +259,10 @@ def test_incompatible_algorithms_and_networks_are_refused(tmp_path: Path) -> Non
     )
     with pytest.raises(ModelError, match="set it to noise"):
         fedcog.run(style_config, tmp_path / "d", data=vectors, report=False)
+
+
+@pytest.mark.parametrize("tables", [{"fedprx": {"mu": 1.0}}, {"mu": 1.0}, {"fedprox.mu": 1.0}])
+def test_settings_of_no_algorithm_are_refused(tables: dict[str, Any]) -> None:
+    with pytest.raises(fedcog.ConfigError, match="no algorithm has this name"):
+        fedcog.make_algorithm("fedprox", tables)
+    fedcog.make_algorithm("fedprox", {"fedprox": {"mu": 1.0}, "moon": {"mu": 0.1}})

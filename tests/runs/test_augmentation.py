@@ -10,6 +10,7 @@ from torch import Tensor
 
 import fedcog
 from fedcog import ConfigError, Experiment, FedCOG
+from fedcog.data.client_batches import Augmentation
 from fedcog.models.ops.keyed_random import KeyedRandom, StepKey, seed_words
 from fedcog.runs.setup import ExperimentSetup, UserObjects
 from tests.support.user_models import jitter
@@ -143,3 +144,32 @@ def test_uniform_numbers_are_below_1(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = torch.tensor([0, 2**32 - 1])
     monkeypatch.setattr(KeyedRandom, "words", lambda self, *shape: ends)
     assert make_random().uniform(2).tolist() == [0, 1 - 2**-24]
+
+
+def test_function_with_decisions_trains_clients_one_by_one(tmp_path: Path) -> None:
+    def decides(x: Tensor, random: KeyedRandom) -> Tensor:
+        return x.flip(3) if float(random.uniform(1)[0]) < 0.5 else x
+
+    run = fedcog.run(TINY, tmp_path / "auto", augmentation=decides, report=False)
+    loop = dataclasses.replace(TINY, mapping="loop")
+    same = fedcog.run(loop, tmp_path / "loop", augmentation=decides, report=False)
+    assert run.lines[-1]["loss"] == same.lines[-1]["loss"]
+    at_once = dataclasses.replace(TINY, mapping="vmap")
+    with pytest.raises(ConfigError, match=r"cannot do with this augmentation.*torch\.where"):
+        fedcog.run(at_once, tmp_path / "vmap", augmentation=decides, report=False)
+
+
+def test_values_of_a_function_make_other_rows(tmp_path: Path) -> None:
+    def noise(scale: float) -> Augmentation:
+        return lambda x, random: x + scale * random.normal(*x.shape)
+
+    runs = [
+        fedcog.run(
+            dataclasses.replace(TINY, seed=seed, shift="rotation"),
+            tmp_path / f"{seed}-{scale}",
+            augmentation=noise(scale),
+            report=False,
+        )
+        for seed, scale in ((0, 0.1), (1, 0.1), (1, 0.2))
+    ]
+    assert [len(each.runs) for each in fedcog.group(runs)] == [2, 1]

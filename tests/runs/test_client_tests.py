@@ -297,10 +297,12 @@ def test_metric_that_is_never_a_number_is_no_unknown_one(tmp_path: Path) -> None
     metrics = {"odd": lambda logits, labels: math.nan}
     run = fedcog.run(TINY, tmp_path / "run", metrics=metrics, report=False)
     for name in ("metrics/odd", "local_test/odd"):
-        with pytest.raises(ConfigError, match=f"metric '{name}' was NaN or infinite in every"):
+        with pytest.raises(ConfigError, match=f"metric '{name}' is no number, or NaN"):
             fedcog.table(run, metric=name)
     with pytest.raises(ConfigError, match="unknown metric 'metrics/even'"):
         fedcog.table(run, metric="metrics/even")
+    with pytest.raises(ConfigError, match="'seconds' has several values: choose seconds/"):
+        fedcog.table(run, metric="seconds")
 
 
 def test_validation_score_is_printed_without_test_scores(

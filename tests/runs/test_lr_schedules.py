@@ -202,3 +202,9 @@ def test_recorded_experiment_has_the_schedule(tmp_path: Path) -> None:
     assert RunDirectory(finished.path).experiment().client_lr.kind == "cosine"
     lines = (tmp_path / "rounds.jsonl").read_text().splitlines()
     assert json.loads(lines[0])["lr"] == 0.005
+
+
+def test_rate_that_becomes_0_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"lr_decay 1e-25 lowers.*1e-77.*raise --lr-decay"):
+        Experiment(lr=0.01, lr_decay=1e-25, rounds=4)
+    Experiment(lr=0.01, lr_decay=1e-5, rounds=4)

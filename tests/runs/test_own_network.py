@@ -1,6 +1,7 @@
 """A network of one's own: seeds, dropout, and what is never touched."""
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
@@ -187,7 +188,7 @@ def test_resume_with_a_network_that_was_used_is_accepted(tmp_path: Path) -> None
 
 def test_behavior_of_a_network_depends_on_all_but_its_weights() -> None:
     def behavior(module: nn.Module) -> list[float]:
-        return network_behavior(Model(module, (1, 8, 8), 10), 4)
+        return network_behavior(Model(module, (1, 8, 8), 10))
 
     first = behavior(Net())
     assert is_same(first, behavior(Net()))
@@ -204,3 +205,43 @@ def test_lambdas_that_build_other_networks_have_other_names(tmp_path: Path) -> N
         run = fedcog.run(TINY, tmp_path / str(number), model=make, report=False)
         names.append(run.user_objects["network"])
     assert names[0] == names[2] != names[1]
+
+
+class Scaled(nn.Module):
+    """A network whose number no layer shows, and with a parameter without dimensions."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+        self.layer = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.flatten(1)) * self.scale * self.temperature
+
+
+def test_values_that_source_does_not_show_make_other_networks(tmp_path: Path) -> None:
+    """The names are those of the function, not of the seed, so seeds are averaged."""
+    names = []
+    for seed, scale in ((0, 1.0), (1, 1.0), (0, 2.0)):
+        run = fedcog.run(
+            dataclasses.replace(TINY, seed=seed),
+            tmp_path / f"{seed}-{scale}",
+            model=functools.partial(Scaled, scale),
+            report=False,
+        )
+        names.append(run.user_objects["network"])
+    assert names[0] == names[1] != names[2]
+
+
+def test_network_with_a_precision_of_its_own_is_refused(tmp_path: Path) -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 10).to(torch.float64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x.flatten(1).double())
+
+    with pytest.raises(ModelError, match=r"does not compute in float32.*set --precision"):
+        fedcog.run(TINY, tmp_path, model=Half, report=False)

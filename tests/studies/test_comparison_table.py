@@ -322,3 +322,30 @@ def test_scores_on_clients_tests_are_named() -> None:
     lines = [line | {"evaluated_on": "clients"} for line in run.lines]
     page = fedcog.table([dataclasses.replace(run, lines=lines)])
     assert "Values are accuracy on the clients' own test examples in %" in page
+
+
+def test_other_contents_at_one_location_are_other_columns() -> None:
+    runs = [
+        dataclasses.replace(
+            make_run([score], dataset="/data/a.npz"), path=Path(name), user_objects={"data": name}
+        )
+        for name, score in {"a-01ab": 0.5, "a-77cd": 0.6}.items()
+    ]
+    header = cells(fedcog.table(runs))["method"]
+    assert [name.partition(",")[0] for name in header] == ["a-01ab", "a-77cd"]
+    assert [each.label for each in fedcog.group(runs)] == [
+        "fedavg (data a-01ab)",
+        "fedavg (data a-77cd)",
+    ]
+    assert cells(fedcog.table(runs[:1]))["method"][0].startswith("a,")
+
+
+def test_metric_without_a_number_in_the_last_round_has_no_last_value() -> None:
+    run = make_run([0.5] * 3)
+    for line, value in zip(run.lines, (0.2, 0.3, None), strict=True):
+        line["metrics"] = {"odd": value}
+    with pytest.warns(UserWarning, match="metrics/odd was NaN or infinite in the last evaluated"):
+        last = [*csv.DictReader(io.StringIO(fedcog.table(run, "csv", metric="metrics/odd")))]
+    assert [one["mean"] for one in last] == [""]
+    best = fedcog.table(run, "csv", metric="metrics/odd", best=True)
+    assert [one["mean"] for one in csv.DictReader(io.StringIO(best))] == ["0.3"]

@@ -1,7 +1,9 @@
 """Data sets from NumPy's .npz files; nothing is unpickled."""
 
+import tokenize
 import warnings
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +57,10 @@ def read_arrays(path: Path) -> Arrays:
         MemoryError,
         RuntimeError,  # an encrypted member
         NotImplementedError,  # an unknown compression
+        SyntaxError,  # a damaged header
+        tokenize.TokenError,
         zipfile.BadZipFile,
+        zlib.error,
     ) as error:
         raise DataError(
             f"{path} cannot be read: {str(error).rstrip('.')}. Save it with np.savez."

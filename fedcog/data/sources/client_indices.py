@@ -46,13 +46,23 @@ def _read_json(path: Path) -> list[Any]:
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise DataError(f"{path} is larger than {MAX_JSON_BYTES:,} bytes: save it as .npz.")
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(), object_pairs_hook=_unique)
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read: {error}.") from error
     lists = list(content.values()) if isinstance(content, dict) else content
     if not isinstance(lists, list):
         raise DataError(f"{path} holds no lists: give one list of positions per client.")
     return lists
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object as a dict; refuse one that names a client twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"it names '{twice}' twice")
+    return found
 
 
 def _natural_key(name: str) -> list[tuple[int, str]]:

@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,9 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from fedcog.data.datasets import DataError, Dataset, from_arrays
+from fedcog.data.datasets import DataError, Dataset, Values, from_arrays
 from fedcog.data.folders import (
     IMAGE_FORMATS,
     MAX_TOTAL_BYTES,
@@ -28,6 +28,8 @@ TEST_SPLITS = ("test", "validation", "valid", "val")
 """Names of the split that tests; the first one that is there is used."""
 LABEL_NAMES = ("label", "labels", "y", "target", "class")
 """Names of a column of labels, if none has the type ClassLabel."""
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(:.+)?")
+"""OWNER/NAME or OWNER/NAME:CONFIGURATION."""
 BATCH_SIZE = 1000
 """Number of rows read at a time."""
 
@@ -68,8 +70,7 @@ def read_hub(name: str, columns: Columns, image_size: int = 0) -> Dataset:
     train = splits["train"]
     chosen = _choose_columns(name, train, columns)
     fields: dict[str, Any] = {"name": Path(name).name.partition(":")[0]}
-    classes = getattr(train.features[chosen.labels], "names", None)
-    if classes:
+    if classes := _class_names(train, chosen.labels):
         fields["classes"] = list(classes)
     tables = [train]
     test_name = next((split for split in TEST_SPLITS if split in splits), None)
@@ -82,7 +83,7 @@ def read_hub(name: str, columns: Columns, image_size: int = 0) -> Dataset:
                 "split has: remove that split, or name columns that both have."
             )
     inputs = _read_inputs(name, tables, chosen.inputs, image_size)
-    labels = [_read_labels(name, table[chosen.labels], chosen.labels) for table in tables]
+    labels = [_read_labels(name, table, chosen.labels, classes) for table in tables]
     if chosen.users:
         fields["users"] = list(train[chosen.users])
         if test_name is not None and chosen.users in splits[test_name].features:
@@ -98,6 +99,13 @@ def _open_splits(name: str) -> dict[str, Any]:
     folder = Path(name).expanduser()
     if not folder.is_dir() and (name.startswith((".", "~", os.sep)) or name.count(os.sep) > 1):
         raise DataError(f"there is no folder {folder}: give one that save_to_disk wrote.")
+    if not folder.is_dir() and not HUB_NAME.fullmatch(name):
+        # A name without an owner may be one of the loaders of `datasets`: that called pandas
+        # unpickles files of the current folder.
+        raise DataError(
+            f"hub:{name} names no data set of the hub: write hub:OWNER/NAME, such as "
+            "hub:ylecun/mnist, or a folder that save_to_disk wrote."
+        )
     try:
         if folder.is_dir():
             opened = datasets.load_from_disk(str(folder))
@@ -170,20 +178,20 @@ def _is_array(feature: Any) -> bool:
     return kind.startswith("Array") or (kind in ("List", "LargeList", "Sequence") and not is_text)
 
 
-def _read_inputs(name: str, tables: Sequence[Any], column: str, image_size: int) -> list[Tensor]:
+def _read_inputs(name: str, tables: Sequence[Any], column: str, image_size: int) -> list[Values]:
     """Read the inputs of all splits, in one format."""
     if type(tables[0].features[column]).__name__ == "Image":
         return _read_images(name, tables, column, image_size)
     return [_read_numbers(name, table, column) for table in tables]
 
 
-def _read_numbers(name: str, table: Any, column: str) -> Tensor:
+def _read_numbers(name: str, table: Any, column: str) -> Values:
     parts: list[npt.NDArray[Any]] = []
     rows = table.select_columns([column]).with_format("numpy")
     for start in range(0, len(rows), BATCH_SIZE):
         try:
             values = np.asarray(rows[start : start + BATCH_SIZE][column])
-        except (ValueError, TypeError):  # rows of several lengths, or none
+        except (ValueError, TypeError, AttributeError):  # rows of several lengths, or none
             values = np.empty(0, object)
         if values.dtype.kind not in "uifb" or (parts and values.shape[1:] != parts[0].shape[1:]):
             raise DataError(
@@ -193,10 +201,10 @@ def _read_numbers(name: str, table: Any, column: str) -> Tensor:
             )
         is_image = values.ndim > 2 and _element_type(table.features[column]) == "uint8"
         parts.append(values.astype(np.uint8) if is_image else values)
-    return torch.from_numpy(np.concatenate(parts))
+    return np.concatenate(parts)
 
 
-def _read_images(name: str, tables: Sequence[Any], column: str, image_size: int) -> list[Tensor]:
+def _read_images(name: str, tables: Sequence[Any], column: str, image_size: int) -> list[Values]:
     """Decode the images of all splits."""
     sizes: set[tuple[int, int]] = set()
     modes: set[str] = set()
@@ -219,7 +227,7 @@ def _read_images(name: str, tables: Sequence[Any], column: str, image_size: int)
             f"{num_images:,} images of {size[0]}x{size[1]} are more than {MAX_TOTAL_BYTES:,} "
             "bytes: make them smaller with --image-size."
         )
-    splits = []
+    splits: list[Values] = []
     for table in tables:
         pixels = np.empty((len(table), channels, *size), np.uint8)
         for index, (label, image) in enumerate(_images(name, table, column)):
@@ -251,8 +259,27 @@ def _images(name: str, table: Any, column: str) -> "Iterator[tuple[str, PillowIm
             raise DataError(f"{label} is not a readable image: {error}.") from error
 
 
-def _read_labels(name: str, values: Any, column: str) -> list[Any]:
-    labels = list(values)
+def _class_names(table: Any, column: str) -> list[str]:
+    """Return the names of the classes in the order of a table; empty if they have none."""
+    return list(getattr(table.features[column], "names", None) or ())
+
+
+def _read_labels(name: str, table: Any, column: str, classes: Sequence[str]) -> list[Any]:
+    """Read the labels of a split; its own order of classes is changed to that of `classes`."""
+    labels = list(table[column])
     if any(label is None for label in labels):
         raise DataError(f"column '{column}' of hub:{name} lacks a label in some row: remove it.")
-    return labels
+    own_classes = _class_names(table, column)
+    if own_classes == list(classes):
+        return labels
+    if not own_classes or not classes:
+        raise DataError(
+            f"column '{column}' of hub:{name} names its classes in one split only: give both "
+            "splits the same type."
+        )
+    if unknown := sorted(set(own_classes) - set(classes)):
+        raise DataError(
+            f"column '{column}' of hub:{name} has class '{unknown[0]}' in the test split, and not "
+            "in the training split: give both the same classes."
+        )
+    return [classes.index(own_classes[label]) if label >= 0 else label for label in labels]

@@ -158,7 +158,7 @@ def missing_location(text: str) -> str:
 
 
 def load_dataset(
-    name: str, folder: str | Path | None = None, **options: Unpack[ReadKeywords]
+    name: str | Path, folder: str | Path | None = None, **options: Unpack[ReadKeywords]
 ) -> Dataset:
     """Read a data set by name or location; only `hub:` may download anything.
 
@@ -200,6 +200,8 @@ def load_dataset(
     for option in ("image_size", "subset"):
         if getattr(wanted, option) < 0:
             raise DataError(f"{option} is {getattr(wanted, option)}: give 0 or more.")
+    if isinstance(name, os.PathLike):
+        name = str(Path(name).expanduser().resolve())
     kind = location_kind(name)
     if kind == "folder":
         size = wanted.image_size or None

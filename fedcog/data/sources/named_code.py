@@ -4,13 +4,14 @@ Only the command line and `fedcog.load_dataset` load it: no settings file, run d
 names code to run.
 """
 
+import functools
+import hashlib
 import importlib
 import importlib.util
 import inspect
 import re
 import sys
 from dataclasses import dataclass
-from importlib.abc import Loader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -106,7 +107,8 @@ def load_file(path: Path) -> ModuleType:
     Raises:
         ConfigError: If there is no such file, or it fails.
     """
-    module_name = f"fedcog_own_{re.sub(r'[^0-9A-Za-z_]', '_', str(path.resolve()))}"
+    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
+    module_name = f"fedcog_own_{re.sub(r'[^0-9A-Za-z_]', '_', path.stem)}_{digest}"
     if module_name in sys.modules:
         return sys.modules[module_name]
     spec = importlib.util.spec_from_file_location(module_name, path)
@@ -117,7 +119,9 @@ def load_file(path: Path) -> ModuleType:
     folder = str(path.resolve().parent)
     sys.path.insert(0, folder)  # as for a script, which may import its neighbors, also later
     try:
-        _execute(spec.loader, module)
+        from fedcog.models.libraries import call_with_torchvision  # only where it is needed
+
+        call_with_torchvision(functools.partial(spec.loader.exec_module, module))
     except BaseException as error:
         del sys.modules[module_name]
         sys.path.remove(folder)
@@ -125,19 +129,6 @@ def load_file(path: Path) -> ModuleType:
             raise
         raise ConfigError([f"{path} failed: {type(error).__name__}: {error}."]) from error
     return module
-
-
-def _execute(loader: Loader, module: ModuleType) -> None:
-    """Execute a module, which may import a torchvision that was built for another torch."""
-    try:
-        loader.exec_module(module)
-    except RuntimeError as error:
-        if "operator torchvision::" not in str(error):
-            raise
-        from fedcog.models.libraries import import_library  # only where it is needed
-
-        import_library("torchvision")
-        loader.exec_module(module)
 
 
 def own_names(module: ModuleType) -> list[str]:

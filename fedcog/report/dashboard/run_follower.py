@@ -64,6 +64,8 @@ class RunFollower:
         self.exhibits: list[int] = []
         self._settings_stamp: FileStamp | None = None
         self._settings_fault = ""
+        self._provenance_stamp: FileStamp | None = None
+        self._user_objects: dict[str, str] = {}
         self._rounds_file: tuple[int, int] | None = None  # device and inode of rounds.jsonl
         self._rounds_offset = 0  # bytes of it that were read
         self._rounds_fault = ""
@@ -73,7 +75,11 @@ class RunFollower:
         """The run so far; None if its settings cannot be read."""
         if self.experiment is None:
             return None
-        return Run(self.path, self.experiment, self.lines, self.diverged)
+        stamp = stamp_of(self.path / "provenance.json")
+        if stamp != self._provenance_stamp:
+            self._provenance_stamp = stamp
+            self._user_objects = self.directory.user_objects()
+        return Run(self.path, self.experiment, self.lines, self.diverged, self._user_objects)
 
     @property
     def fingerprint(self) -> object:

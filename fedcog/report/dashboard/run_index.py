@@ -164,9 +164,8 @@ class RunIndex:
         """Describe all runs: first those that are running, then the others by folder."""
         labels = short_labels(
             [
-                (self._numbers[path], follower.name, run.experiment if run else None)
+                (self._numbers[path], follower.name, follower.run)
                 for path, follower in self.runs.items()
-                for run in (follower.run,)
             ]
         )
         descriptions = []

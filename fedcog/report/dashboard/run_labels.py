@@ -7,41 +7,41 @@ from typing import Any
 from fedcog.data.sources.locations import short_name
 from fedcog.report.markup import printable
 from fedcog.runs.config.composition import algorithm_name
-from fedcog.runs.config.experiment import Experiment
-from fedcog.runs.records.summary import differing, result_settings
+from fedcog.runs.records.recorded_run import Run
+from fedcog.runs.records.summary import distinguishing_settings, run_settings
 
 MAX_LENGTH = 30
 """Characters of a label."""
-NAMED_BY_VALUE = ("dataset", "model", "partition")
+NAMED_BY_VALUE = ("dataset", "data", "model", "network", "partition")
 """Settings whose values need no name; they come first."""
 NUM_LAST = 12
 """Characters of the end of a long text that a label keeps; there is the seed."""
 
 
-def short_labels(runs: Sequence[tuple[int, str, Experiment | None]]) -> list[str]:
+def short_labels(runs: Sequence[tuple[int, str, Run | None]]) -> list[str]:
     """Return a label of each run, at most `MAX_LENGTH` characters, all different.
 
     Args:
-        runs: Number, name and experiment of each run; None if its settings cannot be read.
+        runs: Number, name and content of each run; None if its settings cannot be read.
 
     Returns:
         The algorithm and the settings that differ among the runs, the seed last, or the name of a
         run without settings. Where these are too long, only settings with an unusual value are
         shown, then texts are cut in the middle. Equal ones end in the run's number.
     """
-    known = [experiment for _, _, experiment in runs if experiment is not None]
-    settings = [_settings(experiment) for experiment in known]
-    names = sorted(differing(settings), key=_rank)
+    known = [run for _, _, run in runs if run is not None]
+    settings = [_settings(run) for run in known]
+    names = sorted(distinguishing_settings(settings), key=_rank)
     usual = {name: _most_common(settings, name) for name in names}
-    shows_algorithm = not names or len({algorithm_name(one.algorithm) for one in known}) > 1
+    shows_algorithm = not names or len({_algorithm(run) for run in known}) > 1
     labels = []
-    for _, name, experiment in runs:
+    for _, name, run in runs:
         text = name
-        if experiment is not None:
-            text = _text(experiment, names, shows_algorithm)
+        if run is not None:
+            text = _text(run, names, shows_algorithm)
             if len(text) > MAX_LENGTH:
-                unusual = [key for key in names if _is_shown(key, _settings(experiment), usual)]
-                text = _text(experiment, unusual, shows_algorithm or not {*unusual} - {"seed"})
+                unusual = [key for key in names if _is_shown(key, _settings(run), usual)]
+                text = _text(run, unusual, shows_algorithm or not {*unusual} - {"seed"})
         labels.append(_cut(printable(text), MAX_LENGTH))
     counts = Counter(labels)
     return [
@@ -50,8 +50,12 @@ def short_labels(runs: Sequence[tuple[int, str, Experiment | None]]) -> list[str
     ]
 
 
-def _settings(experiment: Experiment) -> dict[str, Any]:
-    return result_settings(experiment) | {"seed": experiment.seed}
+def _settings(run: Run) -> dict[str, Any]:
+    return run_settings(run) | {"seed": run.experiment.seed}
+
+
+def _algorithm(run: Run) -> str:
+    return algorithm_name(run.experiment.algorithm)
 
 
 def _rank(name: str) -> tuple[int, str]:
@@ -71,15 +75,15 @@ def _is_shown(name: str, settings: dict[str, Any], usual: dict[str, str]) -> boo
     return name == "seed" or (name in settings and repr(settings[name]) != usual[name])
 
 
-def _text(experiment: Experiment, names: Sequence[str], shows_algorithm: bool) -> str:
+def _text(run: Run, names: Sequence[str], shows_algorithm: bool) -> str:
     """Return the values of some settings in words."""
-    settings = _settings(experiment)
-    parts = [algorithm_name(experiment.algorithm)] if shows_algorithm else []
+    settings = _settings(run)
+    parts = [_algorithm(run)] if shows_algorithm else []
     for name in names:
         value = str(settings.get(name, ""))
-        if not value:
-            continue
         key = name.rpartition(".")[2]
+        if not value or (key in ("data", "network") and value == "none"):
+            continue
         if key == "dataset":
             value = short_name(value)
         parts.append(value if key in NAMED_BY_VALUE else f"{key} {value}")

@@ -49,7 +49,12 @@ def make_algorithm(
         ```
     """
     tables = tables or {}
-    faults: list[str] = []
+    faults = [
+        f"settings of '{table}': no algorithm has this name; write "
+        "{'fedprox': {'mu': 0.1}}, for example."
+        for table in tables
+        if table not in known
+    ]
     algorithm: Algorithm | None = None
     for part in name.split("+"):
         cls = known.get(part)

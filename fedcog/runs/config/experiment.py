@@ -40,6 +40,8 @@ else:
 LIBRARY_NAMES = [f"{library}:NAME" for library in LIBRARIES]
 """The form of the names of torchvision's and timm's networks."""
 
+MIN_LR = 1e-37
+"""A smaller learning rate is 0, or loses digits, in float32."""
 DEFAULT_CLIENTS = 10
 DEFAULT_PARTITION = "dirichlet"
 DEFAULT_MIN_EXAMPLES = PartitionConfig(1).min_examples
@@ -518,7 +520,14 @@ class Experiment:
 
     def _schedule_faults(self) -> Iterator[str]:
         """Check the schedules of the learning rates."""
-        yield from self.client_lr.faults()
+        client_faults = self.client_lr.faults()
+        yield from client_faults
+        last = 1.0 if client_faults else self.lr * self.client_lr.factor(self.rounds - 1)
+        if last < MIN_LR:
+            yield (
+                f"lr_decay {self.lr_decay:g} lowers the learning rate to {last:g} in the last "
+                "round, which is 0 in float32: raise --lr-decay."
+            )
         yield from self.server_lr.faults("server_")
         if self.server_lr.is_constant:
             return

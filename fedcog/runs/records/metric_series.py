@@ -53,6 +53,29 @@ def series(run: Run, metric: str = "") -> list[tuple[int, float]]:
     return [(round, value) for round, value in values if value is not None]
 
 
+def last_value(run: Run, metric: str = "") -> float | None:
+    """Return a metric of the last round that recorded it.
+
+    Args:
+        run: The run.
+        metric: Key as in `series`.
+
+    Returns:
+        The value; None if no round has it, or if it was NaN or infinite in the last one, which a
+        warning says.
+    """
+    values = series(run, metric)
+    last_line = next((line for line in reversed(run.lines) if _is_recorded(line, metric)), None)
+    if values and last_line is not None and last_line["round"] > values[-1][0]:
+        warnings.warn(
+            f"{run.path}: {metric} was NaN or infinite in the last evaluated round, "
+            f"{last_line['round']}, so the run has no last value of it.",
+            stacklevel=3,
+        )
+        return None
+    return values[-1][1] if values else None
+
+
 def with_values(runs: Sequence[Run], metric: str = "") -> list[Run]:
     """Return the runs that have a metric, or diverged before they could have it.
 
@@ -90,8 +113,10 @@ def with_values(runs: Sequence[Run], metric: str = "") -> list[Run]:
         raise ConfigError(
             [f"no round has been evaluated on test examples: name a metric, such as {example}."]
         )
+    if parts := [key for key in known if key.startswith(f"{metric}/")]:
+        raise ConfigError([f"metric '{metric}' has several values: choose {', '.join(parts[:5])}."])
     if any(_is_recorded(line, metric) for run in runs for line in run.lines):
-        raise ConfigError([f"metric '{metric}' was NaN or infinite in every round."])
+        raise ConfigError([f"metric '{metric}' is no number, or NaN or infinite in every round."])
     raise ConfigError([unknown_name("metric", metric, list(known))])
 
 

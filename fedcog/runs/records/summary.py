@@ -189,7 +189,7 @@ def labels(experiments: Sequence[Experiment]) -> list[str]:
 
 
 def _labels(experiments: Sequence[Experiment], settings: Sequence[dict[str, Any]]) -> list[str]:
-    varying = differing(settings)
+    varying = distinguishing_settings(settings)
     datasets = distinct_names([experiment.dataset for experiment in experiments])
     return [
         settings_label(experiment, own | {"dataset": dataset}, varying)
@@ -198,16 +198,25 @@ def _labels(experiments: Sequence[Experiment], settings: Sequence[dict[str, Any]
 
 
 def data_names(runs: Sequence[Run]) -> list[str]:
-    """Return short names of the data sets of some runs, which differ where data sets do."""
-    names = [run.user_objects.get("data", run.experiment.dataset) for run in runs]
-    located = dict(zip(names, distinct_names(names), strict=True))
-    objects = {run.user_objects["data"] for run in runs if "data" in run.user_objects}
-    for name in objects:
-        plain = name.rpartition("-")[0]  # without the digest, if no other has this name
-        others = {one.rpartition("-")[0] for one in objects - {name}} | set(located.values())
-        if plain and plain not in others:
-            located[name] = plain
-    return [located[name] for name in names]
+    """Return short names of the data sets of some runs, which differ where data sets do.
+
+    A digest follows the name only where the same name or location had several contents.
+    """
+    names = []
+    digests = []
+    for run in runs:
+        name, _, digest = run.user_objects.get("data", "").rpartition("-")
+        is_custom = run.experiment.dataset == "custom" and name
+        names.append(name if is_custom else run.experiment.dataset)
+        digests.append(digest)
+    short = distinct_names(names)
+    versions: dict[str, set[tuple[str, str]]] = {}
+    for shown, name, digest in zip(short, names, digests, strict=True):
+        versions.setdefault(shown, set()).add((name, digest))
+    return [
+        f"{shown}-{digest}" if digest and len(versions[shown]) > 1 else shown
+        for shown, digest in zip(short, digests, strict=True)
+    ]
 
 
 def settings_label(
@@ -245,6 +254,19 @@ def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     return sorted(
         name for name in names if len({repr(own[name]) for own in settings if name in own}) > 1
     )
+
+
+def distinguishing_settings(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of `differing`, without those that say the same again.
+
+    The name of a data set's content says nothing more if each location had one content.
+    """
+    names = differing(settings)
+    locations = {str(own.get("dataset")) for own in settings}
+    contents = {(str(own.get("dataset")), own.get("data")) for own in settings}
+    if "custom" not in locations and len(locations) == len(contents):
+        names = [name for name in names if name != "data"]
+    return names
 
 
 def flatten_settings(settings: dict[str, Any]) -> dict[str, Any]:

@@ -21,9 +21,10 @@ from fedcog.data import DATASETS, Dataset
 from fedcog.models.initialization import Network
 from fedcog.runs.config.composition import algorithm_name, named_layers
 from fedcog.runs.config.experiment import Experiment
-from fedcog.runs.config.user_code import describe_network, function_source, user_source
+from fedcog.runs.config.user_code import describe_network, user_source
 from fedcog.runs.experiment_data import (
     adapt_dataset,
+    data_settings,
     resolve_before_loading,
     resolve_clients,
 )
@@ -31,7 +32,7 @@ from fedcog.runs.records.recorded_run import Run, read
 from fedcog.runs.records.run_directory import RecordError, RunDirectory, write_file
 from fedcog.runs.records.summary import Group
 from fedcog.runs.runner import Callback, with_user_objects
-from fedcog.runs.setup import UserObjects, check_seeds, load_data
+from fedcog.runs.setup import UserObjects, check_seeds, load_data, object_names
 from fedcog.studies import job_planning
 from fedcog.studies.job_queue import JobQueue
 from fedcog.studies.result_store import Job, Result, Results
@@ -457,25 +458,35 @@ def run_sweep(
         Each algorithm with its trials and final runs.
     """
     objects = objects or UserObjects()
-    _check_test_set(plan, objects)
-    running = Sweep(plan, out, _hash_user_objects(plan, objects))
+    datasets = _load_user_data(plan, objects)
+    _check_test_set(plan, datasets)
+    running = Sweep(plan, out, _hash_user_objects(plan, objects, datasets))
     running.write_plan()
     queue = JobQueue(running.results, objects=objects, **options)
     running.run(queue)
     return running.tuned()
 
 
-def _check_test_set(plan: SweepPlan, objects: UserObjects) -> None:
-    """Refuse data on which the final runs could not be evaluated; registered data sets have tests.
+def _load_user_data(plan: SweepPlan, objects: UserObjects) -> list[Dataset]:
+    """Load the user's own data, of which settings say little; a registered data set is left."""
+    loaded: dict[tuple[int | str, ...], Dataset] = {}
+    for experiment in plan.experiments:
+        is_own = objects.data is not None or experiment.dataset not in DATASETS
+        key = data_settings(experiment)
+        if key not in loaded and (is_own or experiment.indices):
+            loaded[key] = load_data(experiment, objects)
+    return list(loaded.values())
+
+
+def _check_test_set(plan: SweepPlan, datasets: Sequence[Dataset]) -> None:
+    """Refuse data on which the final runs could not be evaluated.
 
     Raises:
         ConfigError: If there are no test examples.
     """
-    for experiment in plan.experiments:
-        is_held_out = experiment.local_test or "local_test" in plan.space
-        if is_held_out or experiment.dataset in DATASETS:
-            continue
-        dataset = load_data(experiment, objects)
+    if all(one.local_test for one in plan.experiments) or "local_test" in plan.space:
+        return
+    for dataset in datasets:
         if not len(dataset.test_y):
             raise ConfigError(
                 [
@@ -485,17 +496,18 @@ def _check_test_set(plan: SweepPlan, objects: UserObjects) -> None:
             )
 
 
-def _hash_user_objects(plan: SweepPlan, objects: UserObjects) -> str:
+def _hash_user_objects(plan: SweepPlan, objects: UserObjects, datasets: Sequence[Dataset]) -> str:
     """Identify the user's own data, networks and algorithms; "" without any."""
-    parts = [
-        objects.data.fingerprint if objects.data is not None else "",
-        describe_network(objects.model),
-        describe_network(objects.generator),
-    ]
-    if objects.augmentation is not None:
-        parts.append(function_source(objects.augmentation))
+    network_text = describe_network(objects.model)
+    data_text = " ".join(dataset.full_fingerprint for dataset in datasets)
+    parts = [data_text, network_text, describe_network(objects.generator)]
     for experiment in plan.experiments:
         parts.append(user_source([type(layer) for _, layer in named_layers(experiment.algorithm)]))
+    first = plan.experiments[0]
+    if datasets or objects.model is not None or objects.augmentation is not None:
+        dataset = datasets[0] if datasets else load_data(first, objects)
+        names = object_names(first, objects, dataset, network_text)
+        parts += [names[role] for role in ("network", "augmentation") if role in names]
     if not any(parts):
         return ""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

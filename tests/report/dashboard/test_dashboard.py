@@ -3,12 +3,14 @@
 import http.client
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +24,7 @@ from fedcog import Experiment, FedCOG, FedProx
 from fedcog.cli.main import main
 from fedcog.report.dashboard import DashboardServer, run_index, run_labels, web_server
 from fedcog.report.dashboard.run_follower import RunFollower, RunGone
+from fedcog.runs.records.recorded_run import Run
 from fedcog.runs.records.run_directory import DirectoryBusy, RunDirectory
 from tests.support.browser import browser, console_messages, open_page, run_script, save_screenshot
 from tests.support.dashboard import (
@@ -447,7 +450,10 @@ def test_running_runs_come_first_and_others_are_grouped_by_folder(tmp_path: Path
 
 def test_labels_show_what_differs_and_never_coincide() -> None:
     def labels(*experiments: Experiment | None) -> list[str]:
-        runs = [(number, f"folder/{number}", one) for number, one in enumerate(experiments, 1)]
+        runs = [
+            (number, f"folder/{number}", Run(Path(), one, []) if one else None)
+            for number, one in enumerate(experiments, 1)
+        ]
         return run_labels.short_labels(runs)
 
     seeds = [Experiment(seed=seed) for seed in (0, 1)]
@@ -480,13 +486,44 @@ def test_long_labels_show_unusual_settings_alone() -> None:
         Experiment(model="mlp", **usual),  # type: ignore[arg-type]
         Experiment(local_steps=7, batch_size=8, rounds=3, weight_decay=0.0),
     ]
-    runs = [(number, "", one) for number, one in enumerate(experiments, 1)]
+    runs = [(number, "", Run(Path(), one, [])) for number, one in enumerate(experiments, 1)]
     assert run_labels.short_labels(runs) == [
         "fedavg, seed 0",
         "fedavg, seed 1",
         "mlp, seed 0",
         "batch_size 8, loc… 0.0, seed 0",
     ]
+
+
+def test_runs_of_other_networks_are_other_groups(tmp_path: Path) -> None:
+    x = torch.eye(6)
+    data = fedcog.from_arrays(x, torch.arange(6) % 2, x, torch.arange(6) % 2)
+    shared: dict[str, Any] = {"clients": 2, "partition": "iid", "min_examples": 1, "rounds": 1}
+    for seed, activation in enumerate((torch.relu, torch.tanh)):
+        experiment = Experiment(local_steps=1, batch_size=2, threads=1, seed=seed, **shared)
+        fedcog.run(
+            experiment,
+            tmp_path / activation.__name__,
+            data=data,
+            model=lambda activation=activation: WithActivation(activation),
+            report=False,
+        )
+    overview = run_index.RunIndex([tmp_path]).overview()
+    assert len(overview["groups"]) == 2
+    labels = [run["label"] for run in overview["runs"]]
+    assert all(re.fullmatch(r"lambda-[0-9a-f]{6}, seed \d", label) for label in labels), labels
+
+
+class WithActivation(torch.nn.Module):
+    """A network whose function is no layer, so neither structure nor source shows it."""
+
+    def __init__(self, activation: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 2)
+        self.activation = activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.activation(self.layer(x))
 
 
 @pytest.mark.slow

@@ -10,11 +10,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from torch import nn
 
 import fedcog
 from fedcog import (
@@ -498,3 +500,29 @@ def test_sweep_on_data_without_tests_is_refused_before_the_first_trial(tmp_path:
 def test_plan_names_the_partition_that_the_data_set_implies() -> None:
     plan = plan_sweep([Experiment(rounds=1)], {"lr": [0.01, 0.1]}, trials=2)
     assert [(one.partition, one.clients) for one in plan.experiments] == [("dirichlet", 10)]
+
+
+def test_sweep_does_not_go_on_with_other_data_or_networks(tmp_path: Path) -> None:
+    def save(shift: int) -> None:
+        y = (np.arange(60) + shift) % 2
+        x = np.eye(6, dtype="f4").repeat(10, 0)
+        np.savez(tmp_path / "a.npz", train_x=x, train_y=y, test_x=x, test_y=y)
+
+    def network(width: int) -> Callable[[], nn.Module]:
+        return lambda: nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 2))
+
+    shared: dict[str, Any] = {"rounds": 1, "local_steps": 1, "batch_size": 4, "threads": 1}
+    experiment = Experiment(dataset=str(tmp_path / "a.npz"), clients=2, partition="iid", **shared)
+    options: dict[str, Any] = {"trials": 2, "seeds": [0], "search": "grid"}
+    space = {"lr": [0.01, 0.1]}
+    save(0)
+    out = tmp_path / "out"
+    first = fedcog.sweep([experiment], space, out, model=network(3), **options)
+    again = fedcog.sweep([experiment], space, out, model=network(3), **options)
+    assert again[0].runs[0].last == first[0].runs[0].last
+    assert again[0].runs[0].path.is_relative_to(out)
+    with pytest.raises(RecordError, match="data, networks or algorithms of your own"):
+        fedcog.sweep([experiment], space, out, model=network(4), **options)
+    save(1)
+    with pytest.raises(RecordError, match="data, networks or algorithms of your own"):
+        fedcog.sweep([experiment], space, out, model=network(3), **options)

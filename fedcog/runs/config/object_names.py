@@ -81,5 +81,5 @@ def _code_text(function: Augmentation) -> str:
     code = getattr(function, "__code__", None)
     if code is not None and code.co_name == "<lambda>":
         constants = [one for one in code.co_consts if not isinstance(one, type(code))]
-        return f"{code.co_code.hex()} {code.co_names} {constants}"
+        return f"{code.co_code.hex()} {code.co_names} {constants} {function_source(function)}"
     return function_source(function)

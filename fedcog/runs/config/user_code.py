@@ -1,6 +1,7 @@
 """The user's own code: what a command line names as FILE.py:Name, and its source."""
 
 import contextlib
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -18,6 +19,8 @@ from fedcog.runs.config.experiment import Experiment
 
 UserClasses = dict[str, type[Algorithm]]
 """The user's algorithm classes by class name."""
+PLAIN_TYPES = (int, float, str)
+"""Types of values that describe a function."""
 LIBRARY_PACKAGES = ("fedcog", "torch", "builtins", "abc", "typing")
 """Packages whose source is not the user's."""
 
@@ -162,7 +165,7 @@ def describe_network(network: Network | None) -> str:
 
 
 def function_source(function: Callable[..., Any] | None) -> str:
-    """Return the source of a user's function or class; empty without one.
+    """Return the source of a user's function or class, and the values it has; empty without one.
 
     Args:
         function: The function. One that was defined in an interactive session is described by name.
@@ -171,9 +174,34 @@ def function_source(function: Callable[..., Any] | None) -> str:
         return ""
     if isinstance(function, NamedCode):
         function = function.load()
+    if isinstance(function, functools.partial):
+        values = _plain_values([*function.args, *function.keywords.items()])
+        return f"{function_source(function.func)}{values}"
     if getattr(function, "__name__", "") == "<lambda>":  # its source is that of the whole line
-        return "lambda"
+        return f"lambda{_own_values(function)}"
     try:
-        return inspect.getsource(function)
+        source = inspect.getsource(function)
     except (OSError, TypeError):
-        return str(getattr(function, "__qualname__", type(function).__qualname__))
+        source = str(getattr(function, "__qualname__", type(function).__qualname__))
+    return f"{source}{_own_values(function)}"
+
+
+def _own_values(function: Callable[..., Any]) -> str:
+    """Return the numbers and texts that a function has from where it was made."""
+    values = []
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # it is empty
+            values.append(cell.cell_contents)
+    return _plain_values([*values, *(getattr(function, "__defaults__", None) or ())])
+
+
+def _plain_values(values: Iterable[object]) -> str:
+    """Return numbers and texts in words; other objects are left out."""
+    plain = [value for value in values if _is_plain(value)]
+    return repr(plain) if plain else ""
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, PLAIN_TYPES)

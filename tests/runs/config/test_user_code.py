@@ -1,6 +1,8 @@
 """Tests of user algorithms: loaded from files, and checked against the contract."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from fedcog import ConfigError, FedCOG
 from fedcog.algorithms import Algorithm, Batch, ClientContext, LocalWork, StepGradient
 from fedcog.cli.main import main
 from fedcog.core.tree import Params, State
-from fedcog.runs.config.user_code import resolve
+from fedcog.runs.config.user_code import function_source, resolve
 from fedcog.testing import check_algorithm, neutral_equals_fedavg
 
 USER_CODE = """
@@ -310,3 +312,19 @@ def test_contract_finds_a_teacher_that_moves_running_statistics() -> None:
 def test_contract_finds_moved_statistics_without_neutral_settings() -> None:
     with pytest.raises(AssertionError, match=r"one_pass_moves_statistics: .*running_mean"):
         check_algorithm(TeacherMovesStatistics(1.0))
+
+
+def test_source_of_functions_has_their_values() -> None:
+    def make(probability: float) -> Callable[[float], float]:
+        return lambda x, scale=2.0: x * scale * probability
+
+    def named(probability: float) -> Callable[[float], float]:
+        def flip(x: float) -> float:
+            return x * probability
+
+        return flip
+
+    for function in (make, named, lambda value: functools.partial(max, value)):
+        sources = [function_source(function(value)) for value in (0.1, 0.1, 0.2)]
+        assert sources[0] == sources[1] != sources[2]
+    assert function_source(len) == "len"

@@ -51,6 +51,22 @@ def network_behavior(model: Model) -> Behavior:
     return summarize(torch.cat([trained, evaluated]))
 
 
+def initial_weights(model: Model) -> Behavior:
+    """Summarize the trainable weights of a network: root mean square and first value of each.
+
+    Args:
+        model: The network.
+
+    Returns:
+        The numbers.
+    """
+    numbers: list[float] = []
+    for value in model.params.values():
+        flat = value.detach().float().flatten()
+        numbers += [float(flat.square().mean().sqrt()), float(flat[0])] if len(flat) else []
+    return numbers
+
+
 def summarize(values: Tensor) -> Behavior:
     """Return mean, deviation, and single values of a tensor, rounded to six digits."""
     flat = values.detach().double().flatten().nan_to_num(0, 1e30, -1e30).cpu()

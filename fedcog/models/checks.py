@@ -306,7 +306,7 @@ def _attribute_changes(
     """Call a network three times; return which attributes the last call left otherwise."""
     found = []
     for mode in (training, not training, training):
-        buffers = copy.deepcopy(list(module.buffers()))
+        buffers = [value.detach().clone() for value in module.buffers()]
         with KeyedDropout(trial_key(inputs.device)):
             _try_forward(module.train(mode), inputs.clone(), num_classes)
         found.append(plain_attributes(module))

@@ -157,7 +157,12 @@ class Model:
             )
         copies = {name: value.clone() for name, value in buffers.items()}  # layers write in place
         logits, features, renewed = self._call(self._train, params | copies, x, dropout)
-        after = {name: renewed.get(id(value), value) for name, value in copies.items()}
+        after = {}
+        for name, copy_before in copies.items():
+            value = renewed.get(name, copy_before)
+            if value is not copy_before:  # the network has assigned another tensor
+                value = value.detach().to(copy_before.dtype)
+            after[name] = value
         return ForwardResult(logits, features, after)
 
     def predict(self, weights: Params, x: Tensor) -> Tensor:
@@ -336,7 +341,8 @@ class Model:
 
     def _call(
         self, module: nn.Module, weights: Params, x: Tensor, dropout: StepKey | None = None
-    ) -> tuple[Tensor, Tensor | None, dict[int, Tensor]]:
+    ) -> tuple[Tensor, Tensor | None, Params]:
+        """Run the network; return logits, features, and the buffers after the call."""
         seen = list[Tensor]()
         known = {name: weights[name] for name in (*self.params, *self.buffers)}
         if (
@@ -370,7 +376,10 @@ class Model:
             )
         dtype = x.dtype if x.is_floating_point() else self._dtype
         features = seen[-1].to(dtype) if seen else None
-        return logits.to(dtype), features, layers.updated_buffers if layers else {}
+        updated = layers.updated_buffers if layers else {}
+        # functional_call has put what the network assigned into `known`.
+        buffers = {name: updated.get(id(known[name]), known[name]) for name in self.buffers}
+        return logits.to(dtype), features, buffers
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -58,7 +58,8 @@ def make_network(
 
     def _build() -> nn.Module:
         try:
-            return call_with_torchvision(lambda: network(**arguments))
+            # If torchvision's import fails, the second attempt starts from the seed again.
+            return call_with_torchvision(lambda: initialize(lambda: network(**arguments), seed))
         except TypeError as error:
             raise ModelError(
                 f"{name} cannot be called as {name}({', '.join(arguments)}): {error}. Give a "
@@ -69,10 +70,10 @@ def make_network(
         except Exception as error:
             raise ModelError(f"{name} failed: {type(error).__name__}: {error}.") from error
 
-    module = initialize(_build, seed)
+    module = _build()
     if not isinstance(module, nn.Module):
         raise ModelError(f"{name} returned {type(module).__name__}, which is no nn.Module.")
-    again = initialize(_build, seed)
+    again = _build()
     if _share_weights(module, again):
         raise ModelError(
             f"{name} returns the same weights in every call, so all seeds would start from them: "
@@ -84,6 +85,20 @@ def make_network(
             "not be repeated: draw initial weights with torch only, from its default generator."
         )
     return module
+
+
+def start_alike(first: nn.Module, second: nn.Module) -> bool:
+    """Return whether two networks have equal trainable weights.
+
+    Args:
+        first: A network.
+        second: The same network, initialized from another seed.
+    """
+    weights = [
+        {name: value for name, value in each.named_parameters() if value.requires_grad}
+        for each in (first, second)
+    ]
+    return have_equal_values(*weights)
 
 
 def _share_weights(first: nn.Module, second: nn.Module) -> bool:

@@ -118,12 +118,13 @@ def embeds_with_dropout(module: nn.Module, input_shape: tuple[int, ...], batch_s
     return bool(dropout.num_calls)
 
 
-def check_tokens(module: nn.Module, x: Tensor) -> None:
+def check_tokens(module: nn.Module, x: Tensor, test_x: Tensor) -> None:
     """Check that a network takes inputs of this type, and has an embedding for every token.
 
     Args:
         module: The network.
         x: All training inputs, as stored.
+        test_x: All test inputs.
 
     Raises:
         ModelError: If one is on tokens and the other is not, or a token has no embedding.
@@ -140,8 +141,8 @@ def check_tokens(module: nn.Module, x: Tensor) -> None:
             f"{type(module).__name__} embeds tokens, and the inputs are {x.dtype}: give int64 "
             "tokens, or rename its method embed."
         )
-    if is_tokens and x.numel():
-        largest = int(x.max())
+    if is_tokens:
+        largest = max((int(part.max()) for part in (x, test_x) if part.numel()), default=0)
         device = next(module.parameters(), torch.empty(0)).device
         if device.type != "cpu":
             return

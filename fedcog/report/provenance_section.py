@@ -73,7 +73,11 @@ def _differing_table(
     return "<h3>Where the groups differ</h3>" + table("<th>setting</th>" + head, rows)
 
 
-GIVEN_WEIGHTS = "those of the network that was passed in, which no seed gives again"
+WEIGHTS_SOURCES = {
+    "given": "those of the network that was passed in, which no seed gives again",
+    "function": "the same for every seed, as the function that builds the network makes them",
+}
+"""What a report says of initial weights that do not come from the seed."""
 
 
 def provenance_section(runs: Sequence[Run], federations: Sequence[FederationRecord]) -> str:
@@ -112,8 +116,10 @@ def _own_objects(runs: Sequence[Run], federations: Sequence[FederationRecord]) -
         if (names := [run.user_objects[role] for run in runs if role in run.user_objects])
     }
     infos = [info for _, info in federations]
-    if any(info.get("initial_weights") == "given" for info in infos):
-        facts["initial weights"] = GIVEN_WEIGHTS
+    sources = [str(info.get("initial_weights")) for info in infos]
+    facts["initial weights"] = join_words(
+        WEIGHTS_SOURCES[source] for source in sources if source in WEIGHTS_SOURCES
+    )
     facts["inputs"] = join_words(info["input_note"] for info in infos if "input_note" in info)
     return facts
 

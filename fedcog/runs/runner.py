@@ -40,8 +40,8 @@ Callback = Callable[[Experiment, dict[str, Any]], None]
 """Called after every round with the experiment and the round's line of `rounds.jsonl`."""
 
 
-class InputNote(UserWarning):
-    """How a network by name adapts its inputs."""
+class NetworkNote(UserWarning):
+    """What a user may not expect of a network, such as how it adapts its inputs."""
 
 
 class RunOptions(NamedTuple):
@@ -213,8 +213,8 @@ class Runner:
             remote = RemoteClients({} if self.objects.data is not None else None)
         self.setup = ExperimentSetup(self.experiment, self.objects, remote)
         stack.callback(self.setup.simulator.cohort.close)
-        if note := self.setup.input_note:
-            warnings.warn(f"{self.setup.model_name}: {note}.", InputNote, stacklevel=2)
+        for note in self.setup.network_notes:
+            warnings.warn(note, NetworkNote, stacklevel=2)
         recorded = directory.provenance()
         has_augmentation = "augmentation" in directory.user_objects()
         if has_augmentation and self.objects.augmentation is None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from fedcog.federation.simulator import LocalWorkload, Simulator, WeightRule
 from fedcog.models.behavior import Behavior, network_behavior, summarize
 from fedcog.models.checks import TOKENS_HINT, ModelError
 from fedcog.models.functional import Model
-from fedcog.models.initialization import Network, make_network
+from fedcog.models.initialization import Network, make_network, start_alike
 from fedcog.models.libraries import input_note, name_fault
 from fedcog.models.tokens import check_tokens, continuous_shape
 from fedcog.models.zoo import MODELS, build
@@ -58,6 +58,9 @@ from fedcog.runs.scoring import ModelScorer
 
 MAX_VMAP_FLOPS = 10**7
 """CPU: rounds with fewer floating-point operations per client train all clients at once."""
+WeightsSource = Literal["seed", "given", "function"]
+"""Where initial weights come from: the seed, a given network, or a function, alike for all seeds.
+"""
 NUM_SAMPLE_IMAGES = 8
 """Number of real images per class that a report shows."""
 AUTO_MODELS = {
@@ -231,7 +234,7 @@ class ExperimentSetup:
             "local_test_examples": self._local_test_sizes(),
             "parameters": sum(value.numel() for value in self.model.params.values()),
             "model": self.model_name,
-            "initial_weights": "given" if self._has_given_weights else "seed",
+            "initial_weights": self._weights_source,
             "augmentation": getattr(self._augmentation, "__name__", ""),
         }
         if self.input_note:
@@ -404,8 +407,8 @@ class ExperimentSetup:
         else:
             self.model_name = "custom"
             module = make_network(objects.model, shape, num_classes, experiment.seed)
-        check_tokens(module, self.dataset.train_x)
-        self._has_given_weights = isinstance(objects.model, nn.Module)
+        check_tokens(module, self.dataset.train_x, self.dataset.test_x)
+        self._weights_source, reference = self._initial_weights(objects.model, module)
         self._network_text = repr(module)
         if objects.model is not None:
             self._network_text = describe_network(module)
@@ -434,14 +437,42 @@ class ExperimentSetup:
             _check_precision(self.model, experiment.precision)
         if objects.model is not None:
             self._behavior["network"] = network_behavior(model)
-        is_seed_0 = self._has_given_weights or experiment.seed == 0
+        if objects.model is not None and reference is not module:
+            model = Model(reference, shape, num_classes, experiment.batch_size)
         self.user_object_names = object_names(
-            experiment,
-            objects,
-            self._original_dataset,
-            self._network_text,
-            self._behavior.get("network") if is_seed_0 else None,
+            experiment, objects, self._original_dataset, self._network_text, model
         )
+
+    def _initial_weights(
+        self, network: Network | None, module: nn.Module
+    ) -> tuple[WeightsSource, nn.Module]:
+        """Return where initial weights come from, and the network as seed 0 initializes it.
+
+        Args:
+            network: The user's network, if there is one.
+            module: The network as the experiment's seed initializes it.
+        """
+        if network is None:
+            return "seed", module
+        if isinstance(network, nn.Module):
+            return "given", module
+        seed = self.experiment.seed
+        other = make_network(
+            network, self.dataset.input_shape, len(self.dataset.classes), seed=int(seed == 0)
+        )
+        source: WeightsSource = "function" if start_alike(module, other) else "seed"
+        return source, module if seed == 0 else other
+
+    @property
+    def network_notes(self) -> list[str]:
+        """Sentences on what the user may not expect of the network."""
+        notes = [f"{self.model_name}: {self.input_note}."] if self.input_note else []
+        if self._weights_source == "function":
+            notes.append(
+                "your network starts from the same weights with every seed: what builds it sets a "
+                "seed of its own, or loads weights."
+            )
+        return notes
 
     @property
     def _evaluates_clients(self) -> bool:
@@ -792,7 +823,7 @@ def object_names(
     objects: UserObjects,
     dataset: Dataset,
     network_text: str,
-    behavior: Behavior | None = None,
+    model: Model | None = None,
 ) -> dict[str, str]:
     """Name what settings do not describe: the user's own objects, and data in files.
 
@@ -801,7 +832,7 @@ def object_names(
         objects: Objects of the user.
         dataset: The data set, before shifts.
         network_text: What describes the network.
-        behavior: What the network computes if it is initialized from seed 0, if that is known.
+        model: The network initialized from seed 0, or the instance, if that is at hand.
 
     Returns:
         Names with digests, by role: data, network, augmentation.
@@ -811,7 +842,7 @@ def object_names(
     if objects.data is not None or experiment.indices or is_located:
         names["data"] = data_name(dataset)
     if objects.model is not None:
-        names["network"] = network_name(objects.model, network_text, dataset, behavior)
+        names["network"] = network_name(objects.model, network_text, dataset, model)
     if objects.augmentation is not None:
         names["augmentation"] = augmentation_name(objects.augmentation, dataset)
     return names

@@ -36,7 +36,7 @@ from fedcog.runs.config.experiment import Experiment, read_experiment
 from fedcog.runs.config.notes import SettingWarning
 from fedcog.runs.experiment_data import resolve_before_loading
 from fedcog.runs.records.run_directory import RunDirectory, check_writable
-from fedcog.runs.runner import InputNote, RunOptions, default_directory
+from fedcog.runs.runner import NetworkNote, RunOptions, default_directory
 from fedcog.runs.setup import check_runnable, missing_objects
 from fedcog.runs.tracking import TrackerWarning, check_trackers
 from fedcog.studies.tuning import sweep
@@ -261,6 +261,6 @@ def _comparison_warnings() -> Iterator[None]:
     """Show only warnings of data and trackers; diverged runs are printed at the end."""
     with warnings.catch_warnings(action="ignore"):
         warnings.simplefilter("default", DataWarning)
-        warnings.simplefilter("default", InputNote)
+        warnings.simplefilter("default", NetworkNote)
         with _every_tracker_warning():
             yield

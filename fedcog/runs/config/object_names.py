@@ -11,7 +11,13 @@ import torch
 
 from fedcog.data import Dataset
 from fedcog.data.client_batches import Augmentation
-from fedcog.models.behavior import NUM_EXAMPLES, Behavior, network_behavior, summarize
+from fedcog.models.behavior import (
+    NUM_EXAMPLES,
+    Behavior,
+    initial_weights,
+    network_behavior,
+    summarize,
+)
 from fedcog.models.functional import Model
 from fedcog.models.initialization import Network, make_network
 from fedcog.models.ops.keyed_random import KeyedRandom, trial_key
@@ -26,27 +32,27 @@ def data_name(dataset: Dataset) -> str:
     return f"{dataset.name}-{dataset.full_fingerprint[:NUM_DIGITS]}"
 
 
-def network_name(
-    network: Network, text: str, dataset: Dataset, behavior: Behavior | None = None
-) -> str:
-    """Return the name of a user's network, the same for all seeds.
+def network_name(network: Network, text: str, dataset: Dataset, model: Model | None = None) -> str:
+    """Return the name of a user's network: of a class or function the same for all seeds.
 
     Args:
         network: The network, as the user gave it.
-        text: What describes it: its structure and source, and weights that are not of the seed.
+        text: What describes it: its structure and source, and weights of files.
         dataset: The data set that it is for.
-        behavior: What it computes if it is initialized from seed 0, if that is known.
+        model: The network initialized from seed 0, or the instance, if that is at hand.
 
     Returns:
-        Name and digest. The digest also depends on what the network computes, because neither
-        structure nor source shows the values that a function was made with.
+        Name and digest. The digest also depends on what the network computes and on its initial
+        weights, because neither structure nor source shows the values that a function was made
+        with.
     """
-    if behavior is None:
+    if model is None:
         shape = dataset.input_shape
         num_classes = len(dataset.classes)
         module = make_network(network, shape, num_classes, seed=0)
-        behavior = network_behavior(Model(module, shape, num_classes))
-    return _name(network, text + _coarse(behavior))
+        model = Model(module, shape, num_classes)
+    numbers = network_behavior(model) + initial_weights(model)
+    return _name(network, text + _coarse(numbers))
 
 
 def augmentation_name(augmentation: Augmentation, dataset: Dataset) -> str:

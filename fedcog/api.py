@@ -445,13 +445,22 @@ def _shown(
 
 
 def _objects(keywords: ObjectKeywords) -> UserObjects:
+    data = keywords.get("data")
+    if data is not None and not isinstance(data, Dataset):
+        raise ConfigError(
+            [
+                f"data is {type(data).__name__}, not a fedcog.Dataset: make one with "
+                "fedcog.from_arrays, from_torch or from_folder, or read one with "
+                "fedcog.load_dataset(...)."
+            ]
+        )
     augmentation = keywords.get("augmentation")
     if augmentation is not None and not callable(augmentation):
         raise ConfigError(
             [f"augmentation={augmentation!r} is no function: give a function of (x, random)."]
         )
     return UserObjects(
-        data=keywords.get("data"),
+        data=data,
         model=keywords.get("model"),
         generator=keywords.get("generator"),
         augmentation=keywords.get("augmentation"),

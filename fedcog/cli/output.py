@@ -27,6 +27,7 @@ from fedcog.runs.config.notes import experiment_notes
 from fedcog.runs.records import summary
 from fedcog.runs.records.derived_metrics import median_cost
 from fedcog.runs.records.export import Exported
+from fedcog.runs.records.metric_series import metric_label
 from fedcog.runs.records.recorded_run import Run
 from fedcog.studies.catalog import AlgorithmInfo, Sizes, describe_algorithms
 from fedcog.studies.job_planning import StudyProgress
@@ -176,10 +177,7 @@ def print_results(runs: Sequence[Run], style: Style) -> None:
             print_result(f"{group.label}: {_validation_score(group)}", style)
         return
     rows = summary.rows(scored)
-    names = " or ".join(dict.fromkeys(METRIC_LABELS[run.metric] for run in scored))
-    title = f"test {names} in %"
-    if any(run.test_examples != "the test set" for run in scored):
-        title = f"{names} on the clients' own test examples in %"
+    title = f"{metric_label(scored)} in %"
     if any(len(group.runs) > 1 for group in summary.group(scored)):
         title += ", mean ± standard deviation over seeds"
     columns = summary.used_columns(rows)

@@ -213,10 +213,12 @@ def _add_export(commands: Any, schema: Schema) -> None:
     export = _command(commands, "export", "write the global model of a run to a file")
     export.add_argument("run", metavar="RUN", help="run directory")
     export.add_argument(
-        "--format", choices=schema.formats, default="safetensors", help="default: safetensors"
+        "--format",
+        choices=schema.formats,
+        help="default: by the suffix of --out, else safetensors",
     )
     export.add_argument(
-        "--out", metavar="FILE", help="the file (default: model.safetensors, .pt or .onnx in RUN)"
+        "--out", metavar="FILE", help="a .safetensors, .pt or .onnx file (default: model.* in RUN)"
     )
     export.add_argument(
         "--algorithm", metavar="NAME", help="your own algorithm of the run: FILE.py:Class"

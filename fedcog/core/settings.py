@@ -264,6 +264,8 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
     suggestions = suggestions or _similar(name, known)
     if suggestions:
         return f"unknown {what} '{name}': did you mean {' or '.join(suggestions)}?"
+    if not known:
+        return f"unknown {what} '{name}': there is none to choose."
     return f"unknown {what} '{name}': choose one of {', '.join(known)}."
 
 

@@ -27,6 +27,8 @@ LABEL_SETS = (list, tuple, set, frozenset)
 
 MAX_INFERRED_LABEL = 1 << 16
 """Integer labels must lie below this bound when `classes` is not given."""
+MAX_SHOWN_CLASSES = 5
+"""Number of classes that a warning names."""
 MAX_SHOWN_USERS = 3
 """A warning names this many users."""
 
@@ -349,6 +351,8 @@ def from_arrays(
     train_labels, test_labels, classes = _to_labels(_to_array(train_y), _to_array(test_y), names)
     if not has_test:
         test_labels = test_labels[:0]
+    if options.get("classes") is None and train_labels.dim() == 1:
+        warn_about_untrained([classes[label] for label in _untrained(train_labels, test_labels)])
     fields |= _normalization(train_inputs, options)
     fields |= _clients(options)
     fields["classes"] = classes
@@ -359,6 +363,28 @@ def from_arrays(
         test_y=test_labels,
         **fields,
     )
+
+
+def _untrained(train_labels: Tensor, test_labels: Tensor) -> list[int]:
+    """Return the labels of test examples that no training example has."""
+    return sorted({*test_labels.tolist()} - {*train_labels.tolist()})
+
+
+def warn_about_untrained(classes: Sequence[str]) -> None:
+    """Warn of classes that have test examples and no training examples.
+
+    Args:
+        classes: Their names; nothing happens if there are none.
+    """
+    if classes:
+        shown = ", ".join(map(repr, classes[:MAX_SHOWN_CLASSES]))
+        dots = ", ..." if len(classes) > MAX_SHOWN_CLASSES else ""
+        warnings.warn(
+            f"classes {shown}{dots} have test examples and no training example, so no model can "
+            "learn them: check the spelling of the labels.",
+            DataWarning,
+            stacklevel=4,
+        )
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

@@ -14,7 +14,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedcog.data.datasets import DataError, Dataset, DataWarning, from_arrays
+from fedcog.data.datasets import (
+    DataError,
+    Dataset,
+    DataWarning,
+    from_arrays,
+    warn_about_untrained,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PillowImage
@@ -83,9 +89,13 @@ def from_folder(
             f"{folders[1]} lies in {folders[0]}, where it would be a class: give the folder of the "
             "training images, or only the folder of both."
         )
+    is_inferred = classes is None
     if classes is None:
         classes = sorted({name for folder in folders for name in _class_names(folder)})
     splits = _splits(folders, classes)
+    if is_inferred and len(folders) > 1:
+        train_names, test_names = ({name for _, name in split} for split in splits)
+        warn_about_untrained(sorted(test_names - train_names))
     _warn_about_empty(classes, folders, {name for split in splits for _, name in split})
     x = read_images([file for split in splits for file, _ in split], size)
     labels = [[name for _, name in split] for split in splits]

@@ -116,7 +116,7 @@ def check_trainable(
     inputs = torch.randn(batch_size, *input_shape, generator=generator, dtype=torch.float32)
     inputs = inputs.to(parameter)
     original = inputs.clone()
-    with _restored_random_states():
+    with restored_random_states():
         trained = _try_pass(module, inputs, num_classes, training=True)
         if not torch.equal(inputs, original):
             raise ModelError(
@@ -166,10 +166,10 @@ class _TrialPass(NamedTuple):
 def _try_pass(module: nn.Module, inputs: Tensor, num_classes: int, training: bool) -> _TrialPass:
     """Run a copy of a network on trial inputs."""
     copied = copy.deepcopy(module).train(training)
-    states = _random_states()
+    states = random_states()
     with KeyedDropout(trial_key(inputs.device)) as dropout:
         outputs, head = _find_head(copied, inputs, num_classes)
-    is_random = states != _random_states()
+    is_random = states != random_states()
     before = dict(_named_tensors(module))
     after = dict(_named_tensors(copied))
     for name in after:
@@ -212,16 +212,16 @@ def have_equal_values(first: Params, second: Params) -> bool:
     )
 
 
-def _random_states() -> tuple[object, ...]:
-    """Return the states of the generators that a network may draw from."""
+def random_states() -> tuple[object, ...]:
+    """Return the states of the generators that user code may draw from."""
     name, keys, *rest = np.random.get_state(legacy=True)
     torch_state = torch.random.get_rng_state().numpy().tobytes()
     return torch_state, random.getstate(), name, keys.tobytes(), *rest  # type: ignore[union-attr]
 
 
 @contextlib.contextmanager
-def _restored_random_states() -> Iterator[None]:
-    """Leave the caller's generators as they are, whatever a network draws."""
+def restored_random_states() -> Iterator[None]:
+    """Leave the caller's generators as they are, whatever user code draws."""
     python_state = random.getstate()
     numpy_state = np.random.get_state()
     try:

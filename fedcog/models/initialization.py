@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fedcog.core.settings import ConfigError
+from fedcog.core.tree import Params
 from fedcog.models.checks import ModelError, all_tensors, have_equal_values
 
 Network = nn.Module | Callable[..., nn.Module]
@@ -94,7 +95,7 @@ def start_alike(first: nn.Module, second: nn.Module) -> bool:
         first: A network.
         second: The same network, initialized from another seed.
     """
-    weights = [
+    weights: list[Params] = [
         {name: value for name, value in each.named_parameters() if value.requires_grad}
         for each in (first, second)
     ]

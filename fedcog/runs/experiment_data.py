@@ -16,6 +16,7 @@ from fedcog.data.datasets import DataWarning
 from fedcog.data.partitions import schemes
 from fedcog.data.sources import locations
 from fedcog.data.sources.client_indices import read_client_indices
+from fedcog.models.checks import random_states, restored_random_states
 from fedcog.models.ops.keyed_random import KeyedRandom, trial_key
 from fedcog.runs.config.experiment import (
     DEFAULT_CLIENTS,
@@ -24,6 +25,8 @@ from fedcog.runs.config.experiment import (
     Experiment,
 )
 
+NUM_TRIALS = 4
+"""Number of calls that show whether an augmentation can be repeated."""
 DATA_SETTINGS = (
     "dataset",
     "data_dir",
@@ -173,16 +176,16 @@ def check_augmentation(augmentation: Augmentation, data: FederatedData) -> Tenso
     indices = torch.arange(min(4, len(data.train_y)), device=data.device)
     x = data.examples(indices, store=data.example_store | data.stage(indices))["x"]
     results = []
-    with torch.random.fork_rng(devices=[]):
-        rng_state = torch.random.get_rng_state()
-        for _ in range(2):
+    with restored_random_states():
+        states = random_states()
+        for _ in range(NUM_TRIALS):
             try:
                 results.append(augmentation(x.clone(), KeyedRandom(trial_key(data.device))))
             except Exception as error:
                 raise ConfigError(
                     [f"{name}(x, random) failed: {type(error).__name__}: {error}."]
                 ) from error
-        draws_itself = not torch.equal(rng_state, torch.random.get_rng_state())
+        draws_itself = states != random_states()
     found = results[0]
     if not isinstance(found, Tensor) or found.shape != x.shape or found.dtype != x.dtype:
         description = type(found).__name__
@@ -193,7 +196,7 @@ def check_augmentation(augmentation: Augmentation, data: FederatedData) -> Tenso
         )
     if found.is_floating_point() and not bool(found.isfinite().all()):
         raise ConfigError([f"{name} returns NaN or infinity for some of the training examples."])
-    if draws_itself or not torch.equal(found, results[1]):
+    if draws_itself or not all(torch.equal(found, other) for other in results):
         raise ConfigError(
             [
                 f"{name} draws random numbers of its own, so runs could not be repeated: draw them "

@@ -143,9 +143,8 @@ class ModelScorer:
                 stats.sum(0), counts, None if calibration is None else calibration.sum(0)
             )
             found |= {f"{PREFIXES[model]}{name}": value for name, value in metrics.items()}
-        shares = evaluation.num_examples.double() / evaluation.num_examples.sum()
         for name, values in (evaluation.values or {}).items():
-            found[name] = float((values * shares).sum())
+            found[name] = _weighted_mean(values, evaluation.num_examples)
             clients[name] = [_number_or_none(value) for value in values.tolist()]
         if evaluation.score_sums is None:
             found["clients"] = clients
@@ -180,6 +179,13 @@ class ModelScorer:
             scores[f"absent_{metric}"] = score(class_stats, counts, absent)
             scores[f"absent_{metric}_before"] = score(stats_before, counts, absent)
         return scores
+
+
+def _weighted_mean(values: Tensor, weights: Tensor) -> float:
+    """Return the weighted mean of the values that are numbers; NaN if none is."""
+    is_number = ~values.isnan()
+    weights = weights.double() * is_number
+    return float((values.where(is_number, 0.0) * weights).sum() / weights.sum())
 
 
 def _spread(name: str, scores: list[float]) -> dict[str, float]:

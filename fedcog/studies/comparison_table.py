@@ -136,7 +136,7 @@ def table(
     if format not in get_args(TableFormat):
         raise ConfigError([unknown_name("format", str(format), get_args(TableFormat))])
     chosen = _finished(with_values(as_runs(runs), metric))
-    for warning in _warnings(chosen):
+    for warning in _warnings(chosen, metric):
         warnings.warn(warning, stacklevel=2)
     comparison = compare_runs(chosen, metric, best, baseline)
     if format == "csv":
@@ -194,7 +194,7 @@ def compare_runs(
         ConfigError: If no run has the metric, or there is no such baseline.
     """
     runs = with_values(runs, metric)
-    members = _members(runs)
+    members = _members(runs, metric)
     methods = list(dict.fromkeys(method for method, _ in members))
     chosen_baseline = _baseline(methods, baseline)
     settings = list(dict.fromkeys(setting for _, setting in members))
@@ -219,15 +219,19 @@ def compare_runs(
     )
 
 
-def _members(runs: Sequence[Run]) -> dict[tuple[str, str], list[Run]]:
+def _members(runs: Sequence[Run], metric: str) -> dict[tuple[str, str], list[Run]]:
     """Return the runs by method and setting.
 
     A setting of the experiment belongs to the method if it differs between runs on the same data.
+    Scores on the server's test set, and on the clients' own, are in columns of their own.
     """
     places = [
         f"{name}, {run.experiment.partition_rule}"
         for name, run in zip(data_names(runs), runs, strict=True)
     ]
+    examples = [run.test_examples for run in runs]
+    if not metric and len({*examples}) > 1:
+        places = [f"{place}, {own}" for place, own in zip(places, examples, strict=True)]
     settings = [run_settings(run) for run in runs]
     names = set[str]()
     for place in dict.fromkeys(places):
@@ -265,10 +269,10 @@ def _finished(runs: Sequence[Run]) -> list[Run]:
     return [run for run in runs if run not in unfinished] if is_left_out else list(runs)
 
 
-def _warnings(runs: Sequence[Run]) -> list[str]:
+def _warnings(runs: Sequence[Run], metric: str) -> list[str]:
     """Return what to know about the runs: repeated seeds."""
     found = []
-    for key, own in _members(runs).items():
+    for key, own in _members(runs, metric).items():
         seeds = [run.experiment.seed for run in own]
         repeated = dict.fromkeys(seed for seed in seeds if seeds.count(seed) > 1)
         for seed in repeated:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+import fedcog
 from fedcog import from_folder
 from fedcog.data import DataError
 from fedcog.data.datasets import DataWarning
@@ -171,6 +172,17 @@ def test_classes_without_images_are_named(tmp_path: Path) -> None:
     (tmp_path / "cow").mkdir()
     with pytest.warns(DataWarning, match="class 'cow' has no images"):
         assert from_folder(tmp_path).classes == ("cat", "cow", "dog")
+
+
+def test_classes_of_test_examples_alone_are_named(tmp_path: Path) -> None:
+    x = torch.rand(6, 3)
+    with pytest.warns(DataWarning, match=r"classes 'Cat', 'dog ' have test examples and no train"):
+        fedcog.from_arrays(x, ["cat", "dog"] * 3, x[:2], ["Cat", "dog "])
+    write_folders(tmp_path / "train")
+    write_folders(tmp_path / "test")
+    (tmp_path / "test" / "cat").rename(tmp_path / "test" / "zebra")
+    with pytest.warns(DataWarning, match="classes 'zebra' have test examples and no training"):
+        from_folder(tmp_path)
 
 
 def test_only_known_formats_are_decoded(tmp_path: Path) -> None:

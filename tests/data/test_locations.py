@@ -188,6 +188,9 @@ def test_subset_is_the_same_for_every_seed_and_keeps_users() -> None:
     assert part.users is not None and len(part.users) == 50
     rows = [(digits.train_x == x).flatten(1).all(1).nonzero()[0, 0] for x in part.train_x]
     assert part.users.tolist() == [int(users[row]) for row in rows]
+    many = fedcog.from_arrays(digits.train_x[:60], digits.train_y[:60], users=range(60))
+    with pytest.warns(DataWarning, match="40 of 60 users have none of the 20 training examples"):
+        locations.adapt_dataset(many, locations.ReadOptions(subset=20))
 
 
 def test_indices_from_files(tmp_path: Path) -> None:

@@ -95,7 +95,8 @@ def answer(**changes: Any) -> Any:
 def test_impossible_answers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from flwr.supercore.task_identity import TaskIdentity
 
-    monkeypatch.setattr(TaskIdentity, "_run_id", 1)  # as in a run: messages have its number
+    for name in ("_task_id", "_run_id", "_node_id"):  # as in a run: messages have these numbers
+        monkeypatch.setattr(TaskIdentity, name, 1)
     template = flower_messages.evaluation_state(evaluation())
     task = make_task(2, multi_label=False)
     found = flower_messages.read_evaluation(answer(), template, task)

@@ -85,3 +85,20 @@ def test_constructor_may_import_a_torchvision_of_another_torch() -> None:
     if find_spec("torchvision") is None:
         pytest.skip("torchvision is not installed")
     assert isinstance(make_network(build, (3,), 2, 0), nn.Linear)
+
+
+def test_import_in_the_middle_of_a_constructor_changes_no_weight() -> None:
+    calls = []
+
+    def build(fails: bool) -> nn.Module:
+        first = nn.Linear(3, 4)
+        calls.append(1)
+        if fails and len(calls) == 1:
+            raise RuntimeError("operator torchvision::nms does not exist")
+        return nn.Sequential(first, nn.Linear(4, 2))
+
+    if find_spec("torchvision") is None:
+        pytest.skip("torchvision is not installed")
+    failed = make_network(lambda: build(True), (3,), 2, 0).state_dict()
+    expected = make_network(lambda: build(False), (3,), 2, 0).state_dict()
+    assert all(torch.equal(failed[name], value) for name, value in expected.items())

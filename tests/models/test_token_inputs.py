@@ -174,6 +174,9 @@ def test_model_takes_tokens_and_embeddings() -> None:
 def test_unsuitable_tokens_and_networks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no embedding for token 19.*at least 20"):
         fedcog.run(SMALL, tmp_path / "a", data=DATA, model=lambda: Sentences(15))
+    unknown = fedcog.from_arrays(DATA.train_x, DATA.train_y, DATA.test_x + 5, DATA.test_y)
+    with pytest.raises(ModelError, match="no embedding for token 24"):
+        fedcog.run(SMALL, tmp_path / "a", data=unknown, model=lambda: Sentences(20))
     with pytest.raises(ModelError, match="no network by name takes: give your own"):
         fedcog.run(SMALL, tmp_path / "b", data=DATA)
     floats = fedcog.from_arrays(DATA.train_x.float(), DATA.train_y)

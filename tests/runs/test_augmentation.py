@@ -1,9 +1,12 @@
 """Tests of the user's augmentation: what it receives, and that its random numbers are keyed."""
 
 import dataclasses
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -144,6 +147,28 @@ def test_uniform_numbers_are_below_1(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = torch.tensor([0, 2**32 - 1])
     monkeypatch.setattr(KeyedRandom, "words", lambda self, *shape: ends)
     assert make_random().uniform(2).tolist() == [0, 1 - 2**-24]
+
+
+def test_shapes_are_numbers_or_one_sequence() -> None:
+    for draw in ("words", "uniform", "normal"):
+        numbers = getattr(make_random(), draw)(2, 3)
+        assert numbers.shape == (2, 3)
+        assert torch.equal(numbers, getattr(make_random(), draw)(torch.Size((2, 3))))
+        assert torch.equal(numbers, getattr(make_random(), draw)([2, 3]))
+    assert make_random().integers(5, (2, 3)).shape == (2, 3)
+    assert make_random().bernoulli(0.5, (2, 3)).shape == (2, 3)
+    assert make_random().uniform().shape == make_random().uniform(()).shape == ()
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: np.random.rand()])
+def test_hidden_random_numbers_are_always_found(tmp_path: Path, draw: Callable[[], float]) -> None:
+    """Calls may agree by chance; the state of the generator tells."""
+
+    def rarely_flips(x: Tensor, keyed: KeyedRandom) -> Tensor:
+        return x.flip(3) if draw() < 1e-9 else x
+
+    with pytest.raises(ConfigError, match="draws random numbers of its own"):
+        fedcog.run(TINY, tmp_path, augmentation=rarely_flips)
 
 
 def test_function_with_decisions_trains_clients_one_by_one(tmp_path: Path) -> None:

@@ -150,6 +150,23 @@ def test_runs_without_a_test_set_at_the_server(tmp_path: Path) -> None:
         fedcog.run(dataclasses.replace(TINY, local_test=0.0), tmp_path / "no", data=vectors())
 
 
+def test_own_metric_leaves_out_clients_for_which_it_is_not_defined(tmp_path: Path) -> None:
+    def first_client_only(logits: torch.Tensor, labels: torch.Tensor) -> float:
+        calls.append(len(labels))
+        return len(calls) / 10 if len(calls) <= 2 else math.nan
+
+    calls: list[int] = []
+    experiment = dataclasses.replace(TINY, rounds=1)
+    run = fedcog.run(
+        experiment, tmp_path, data=vectors(), metrics={"some": first_client_only}, report=False
+    )
+    tests = run.lines[-1]["local_test"]
+    first, second = calls[:2]
+    assert len(calls) == len(tests["clients"]["ids"]) > 2
+    assert tests["some"] == pytest.approx((0.1 * first + 0.2 * second) / (first + second))
+    assert tests["clients"]["some"][:3] == [0.1, 0.2, None]
+
+
 def top_one(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return (logits.argmax(1) == labels).double().mean()
 

@@ -14,6 +14,7 @@ from fedcog import ConfigError, Experiment, FedCOG, ModelError
 from fedcog.models.behavior import is_same, network_behavior
 from fedcog.models.functional import Model
 from fedcog.runs.records.run_directory import RecordError, RunDirectory
+from fedcog.runs.runner import NetworkNote
 
 TINY = Experiment(clients=4, rounds=2, local_steps=3, batch_size=8, threads=1, workers=1)
 WITH_FEDCOG = dataclasses.replace(TINY, algorithm=FedCOG(count=8, steps=2, start_round=1), rounds=3)
@@ -232,6 +233,98 @@ def test_values_that_source_does_not_show_make_other_networks(tmp_path: Path) ->
         )
         names.append(run.user_objects["network"])
     assert names[0] == names[1] != names[2]
+
+
+class AssignedNorm(nn.Module):
+    """Batch normalization that assigns its statistics anew, or writes to them."""
+
+    def __init__(self, assigns: bool) -> None:
+        super().__init__()
+        self.assigns = assigns
+        self.layer = nn.Linear(64, 10)
+        self.register_buffer("mean", torch.zeros(10))
+        self.register_buffer("variance", torch.ones(10), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = 3 * self.layer(x.flatten(1)) + 1
+        if not self.training:
+            return (x - self.mean) / self.variance.sqrt()
+        mean = x.mean(0)
+        variance = x.var(0, unbiased=False)
+        if self.assigns:
+            self.mean = 0.9 * self.mean + 0.1 * mean
+            self._buffers["variance"] = 0.9 * self.variance + 0.1 * variance
+        else:
+            self.mean.mul_(0.9).add_(0.1 * mean.detach())
+            self.variance.mul_(0.9).add_(0.1 * variance.detach())
+        return (x - mean) / variance.sqrt()
+
+
+@pytest.mark.parametrize("mapping", ["loop", "vmap"])
+def test_statistics_that_are_assigned_move_as_those_that_are_written(
+    tmp_path: Path, mapping: str
+) -> None:
+    mapped = dataclasses.replace(TINY, mapping=mapping, precision="float64")  # type: ignore[arg-type]
+    networks = []
+    for assigns in (False, True):
+        build = functools.partial(AssignedNorm, assigns)
+        run = fedcog.run(mapped, tmp_path / str(assigns), model=build, report=False)
+        networks.append(fedcog.load(run.path, model=build))
+    written, assigned = (dict(each.named_buffers()) for each in networks)
+    assert torch.allclose(written["mean"], assigned["mean"], rtol=1e-12)
+    assert torch.allclose(written["variance"], assigned["variance"], rtol=1e-12)
+    assert float(assigned["mean"].abs().max()) > 0.1
+    assert float((assigned["variance"] - 1).abs().min()) > 0.01
+
+
+def zero_head(is_zero: bool) -> nn.Module:
+    """A network whose function decides about its initial weights."""
+    network = Net()
+    if is_zero:
+        nn.init.zeros_(network.head.weight)
+    return network
+
+
+def test_networks_with_other_initial_weights_are_other_networks(tmp_path: Path) -> None:
+    runs = [
+        fedcog.run(
+            dataclasses.replace(TINY, seed=seed),
+            tmp_path / f"{seed}-{is_zero}",
+            model=functools.partial(zero_head, is_zero),
+            report=False,
+        )
+        for seed, is_zero in ((0, False), (1, False), (1, True))
+    ]
+    assert [len(each.runs) for each in fedcog.group(runs)] == [2, 1]
+
+
+def test_instances_are_never_averaged_with_what_starts_from_the_seed(tmp_path: Path) -> None:
+    nets = {"class": Net, "first": Net(), "second": Net()}
+    runs = [
+        fedcog.run(TINY, tmp_path / name, model=net, report=False) for name, net in nets.items()
+    ]
+    assert len({run.user_objects["network"] for run in runs}) == 3
+    assert [len(each.runs) for each in fedcog.group(runs)] == [1, 1, 1]
+
+
+def test_function_that_sets_its_own_seed_is_noted(tmp_path: Path) -> None:
+    def seeded() -> nn.Module:
+        torch.manual_seed(0)
+        return Net()
+
+    for seed in (0, 3):
+        experiment = dataclasses.replace(TINY, seed=seed)
+        with pytest.warns(NetworkNote, match="starts from the same weights with every seed"):
+            run = fedcog.run(experiment, tmp_path / str(seed), model=seeded)
+        about = RunDirectory(run.path).tensors("federation.safetensors")[1]
+        assert about["initial_weights"] == "function"
+        assert "the same for every seed" in (run.path / "report.html").read_text()
+
+
+def test_data_of_other_types_are_explained(tmp_path: Path) -> None:
+    for data in ("table.npz", (torch.rand(4, 64), torch.zeros(4).long())):
+        with pytest.raises(ConfigError, match=r"not a fedcog\.Dataset: make one with"):
+            fedcog.run(TINY, tmp_path, data=data)  # type: ignore[arg-type]
 
 
 def test_network_with_a_precision_of_its_own_is_refused(tmp_path: Path) -> None:

@@ -324,6 +324,16 @@ def test_scores_on_clients_tests_are_named() -> None:
     assert "Values are accuracy on the clients' own test examples in %" in page
 
 
+def test_scores_on_other_examples_are_other_columns() -> None:
+    run = make_run([0.5])
+    lines = [line | {"evaluated_on": "clients"} for line in run.lines]
+    others = [make_run([0.6]), make_run([0.7], algorithm=FedProx())]
+    runs = [dataclasses.replace(run, path=Path("other"), lines=lines), *others]
+    header = cells(fedcog.table(runs))["method"]
+    assert header[0].endswith("the clients' own test examples (%)")
+    assert header[2].endswith("the test set (%)")
+
+
 def test_other_contents_at_one_location_are_other_columns() -> None:
     runs = [
         dataclasses.replace(

@@ -6,6 +6,7 @@ A location may stand wherever a data set's name does. It names data only; code t
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack
@@ -14,7 +15,13 @@ import torch
 
 from fedcog.core import rng, settings
 from fedcog.data import registry
-from fedcog.data.datasets import DataError, Dataset, channel_statistics, from_arrays
+from fedcog.data.datasets import (
+    DataError,
+    Dataset,
+    DataWarning,
+    channel_statistics,
+    from_arrays,
+)
 from fedcog.data.folders import from_folder, resize_images
 from fedcog.data.sources.array_files import read_array_file
 from fedcog.data.sources.hub import Columns, read_hub
@@ -145,7 +152,10 @@ def missing_location(text: str) -> str:
     """
     kind = location_kind(text)
     path = Path(text).expanduser()
-    hint = f"give {FORMS}, or a name that `fedcog data list` shows; --dataset if it has moved."
+    hint = (
+        f"give {FORMS}, or a name that `fedcog data list` shows. If the data have moved, name "
+        "their new place with --dataset."
+    )
     if kind == "folder" and path.is_file():
         return f"{path} is a file that is not read: {hint}"
     if kind == "folder" and not path.is_dir():
@@ -263,6 +273,8 @@ def _take_subset(dataset: Dataset, count: int) -> Dataset:
     test = _random_rows(len(dataset.test_y), count, "test")
     users = dataset.users
     test_users = dataset.test_users
+    if users is not None:
+        _warn_about_lost_users(users, train)
     return dataclasses.replace(
         dataset,
         train_x=dataset.train_x[train],
@@ -273,6 +285,18 @@ def _take_subset(dataset: Dataset, count: int) -> Dataset:
         test_users=None if test_users is None else test_users[test],
         digest="",
     )
+
+
+def _warn_about_lost_users(users: torch.Tensor, rows: torch.Tensor) -> None:
+    num_users = len(torch.unique(users))
+    num_lost = num_users - len(torch.unique(users[rows]))
+    if num_lost:
+        warnings.warn(
+            f"{num_lost} of {num_users} users have none of the {len(rows)} training examples of "
+            "the subset and are left out: raise --subset.",
+            DataWarning,
+            stacklevel=4,
+        )
 
 
 def _random_rows(num_rows: int, count: int, split: str) -> torch.Tensor:

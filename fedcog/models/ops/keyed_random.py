@@ -5,6 +5,7 @@ processes and at remote nodes. Dropout masks and the user's augmentation draw fr
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -83,60 +84,62 @@ class KeyedRandom:
         self._key = key
         self._use_numpy = not is_mapped and key.step.device.type == "cpu"
 
-    def words(self, *shape: int) -> Tensor:
+    def words(self, *shape: int | Sequence[int]) -> Tensor:
         """Draw 32-bit words.
 
         Args:
-            *shape: Shape of the result.
+            *shape: Shape of the result, as numbers or as one sequence.
 
         Returns:
             int64, from 0 to 2**32 - 1.
         """
-        size = math.prod(shape)
-        return self._draw(ceil_div(size, 4)).flatten()[:size].reshape(shape)
+        sizes = _sizes(shape)
+        count = math.prod(sizes)
+        return self._draw(ceil_div(count, 4)).flatten()[:count].reshape(sizes)
 
-    def uniform(self, *shape: int) -> Tensor:
+    def uniform(self, *shape: int | Sequence[int]) -> Tensor:
         """Draw uniform numbers, as `torch.rand` does.
 
         Args:
-            *shape: Shape of the result.
+            *shape: Shape of the result, as numbers or as one sequence.
 
         Returns:
             float32, from 0 to below 1: multiples of 2**-24, which float32 holds exactly.
         """
         return (self.words(*shape) >> 8).float() * 2.0**-24
 
-    def normal(self, *shape: int) -> Tensor:
+    def normal(self, *shape: int | Sequence[int]) -> Tensor:
         """Draw standard normal numbers.
 
         Args:
-            *shape: Shape of the result.
+            *shape: Shape of the result, as numbers or as one sequence.
 
         Returns:
             float32.
         """
-        size = math.prod(shape)
-        drawn = rng.box_muller(self._draw(ceil_div(size, 4)))
-        return drawn.flatten()[:size].reshape(shape).float()
+        sizes = _sizes(shape)
+        count = math.prod(sizes)
+        drawn = rng.box_muller(self._draw(ceil_div(count, 4)))
+        return drawn.flatten()[:count].reshape(sizes).float()
 
-    def integers(self, below: int, *shape: int) -> Tensor:
+    def integers(self, below: int, *shape: int | Sequence[int]) -> Tensor:
         """Draw integers, each equally likely to within `below / 2**32`.
 
         Args:
             below: Exclusive upper bound.
-            *shape: Shape of the result.
+            *shape: Shape of the result, as numbers or as one sequence.
 
         Returns:
             int64, from 0 to `below - 1`.
         """
         return rng.integers(self.words(*shape), below)
 
-    def bernoulli(self, probability: float, *shape: int) -> Tensor:
+    def bernoulli(self, probability: float, *shape: int | Sequence[int]) -> Tensor:
         """Draw True with a probability.
 
         Args:
             probability: Probability of True, between 0 and 1.
-            *shape: Shape of the result.
+            *shape: Shape of the result, as numbers or as one sequence.
 
         Returns:
             Booleans.
@@ -168,3 +171,10 @@ class KeyedRandom:
         words = (key.seed_words[0], key.seed_words[1] ^ call)
         parts = rng.philox_rounds(words, index, key.step, key.round, key.client_id)
         return torch.stack(parts, dim=-1)
+
+
+def _sizes(shape: tuple[int | Sequence[int], ...]) -> tuple[int, ...]:
+    """Return a shape that was given as numbers, or as one sequence."""
+    if len(shape) == 1 and isinstance(shape[0], Sequence):
+        return tuple(shape[0])
+    return tuple(shape)  # type: ignore[arg-type]

@@ -27,7 +27,8 @@ def short_labels(runs: Sequence[tuple[int, str, Run | None]]) -> list[str]:
     Returns:
         The algorithm and the settings that differ among the runs, the seed last, or the name of a
         run without settings. Where these are too long, only settings with an unusual value are
-        shown, then texts are cut in the middle. Equal ones end in the run's number.
+        shown, then texts are cut in the middle. Of runs with equal labels, only the settings in
+        which they differ are shown. Equal ones end in the run's number.
     """
     known = [run for _, _, run in runs if run is not None]
     settings = [_settings(run) for run in known]
@@ -43,11 +44,26 @@ def short_labels(runs: Sequence[tuple[int, str, Run | None]]) -> list[str]:
                 unusual = [key for key in names if _is_shown(key, _settings(run), usual)]
                 text = _text(run, unusual, shows_algorithm or not {*unusual} - {"seed"})
         labels.append(_cut(printable(text), MAX_LENGTH))
+    labels = _told_apart(labels, [run for _, _, run in runs])
     counts = Counter(labels)
     return [
         f"{_cut(label, MAX_LENGTH - len(end))}{end}" if counts[label] > 1 else label
         for label, end in zip(labels, (f" #{number}" for number, _, _ in runs), strict=True)
     ]
+
+
+def _told_apart(labels: Sequence[str], runs: Sequence[Run | None]) -> list[str]:
+    """Replace equal labels by what differs among their runs, if anything does."""
+    found = list(labels)
+    for label, count in Counter(labels).items():
+        rows = [row for row, other in enumerate(labels) if other == label and runs[row] is not None]
+        members = [run for row in rows if (run := runs[row]) is not None]
+        names = distinguishing_settings([_settings(run) for run in members])
+        if count > 1 and names:
+            for row, run in zip(rows, members, strict=True):
+                text = _text(run, sorted(names, key=_rank), shows_algorithm=True)
+                found[row] = _cut(printable(text), MAX_LENGTH)
+    return found
 
 
 def _settings(run: Run) -> dict[str, Any]:

@@ -456,6 +456,11 @@ class Experiment:
             forms = locations.FORMS
             if text.endswith(".py"):
                 forms = f"the name of a function in the file, --dataset {text}:Name"
+            elif text.endswith((".csv", ".tsv", ".npy", ".parquet", ".json")):
+                forms = (
+                    "arrays: read the file in a function, --dataset FILE.py:Name, or save its "
+                    "arrays with np.savez as a .npz file"
+                )
             yield f"{known} Or give {forms}."
         columns = (self.input_column, self.label_column, self.user_column)
         if any(columns) and kind != "hub":
@@ -646,6 +651,10 @@ def read_experiment(
     for table in tables.keys() - set(str(name).split("+")):  # unused, but checked all the same
         faults += read_table(table, tables, known)[1]
     own_values = {key: value for key, value in values.items() if key not in {"algorithm", *tables}}
+    for table in [name for name, value in own_values.items() if isinstance(value, Mapping)]:
+        if table not in settings.settings(Experiment):
+            del own_values[table]
+            faults.append(settings.unknown_name("table", table, known))
     valid, problems = settings.read(Experiment, own_values)
     faults += problems
     try:

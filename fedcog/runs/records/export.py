@@ -64,7 +64,7 @@ class NormalizedNetwork(nn.Module):
 def export(
     run: str | Path,
     out: str | Path | None = None,
-    format: Format = "safetensors",
+    format: Format | None = None,
     *,
     model: Network | None = None,
     algorithm: Algorithm | None = None,
@@ -74,9 +74,11 @@ def export(
     Args:
         run: The run directory.
         out: The file; model.* in the run directory by default.
-        format: `safetensors`: weights by name, and JSON metadata under "about". `torch`: a
-            state_dict for `torch.load(..., weights_only=True)`. `onnx`: a graph from any number of
-            examples as the data set stores them (normalization included) to logits.
+        format: By default what the suffix of `out` stands for: .safetensors, .pt (also .pth), or
+            .onnx; without `out`, safetensors. `safetensors`: weights by name, and JSON metadata
+            under "about". `torch`: a state_dict for `torch.load(..., weights_only=True)`. `onnx`: a
+            graph from any number of examples as the data set stores them (normalization included)
+            to logits.
         model: Your network, if the run trained one of yours: an instance, its class, or a function.
         algorithm: Your algorithm, if the run used one of yours.
 
@@ -84,11 +86,11 @@ def export(
         The file, and what is known about the model.
 
     Raises:
-        ConfigError: If the format is unknown, or its packages are missing.
+        ConfigError: If the format is unknown or not that of the suffix, or its packages are
+            missing.
         RecordError: If the run has no checkpoint.
     """
-    if format not in SUFFIXES:
-        raise ConfigError([f"format needs one of {', '.join(SUFFIXES)}, not {format!r}."])
+    format = _chosen_format(out, format)
     if format == "onnx" and not all(map(importlib.util.find_spec, ("onnx", "onnxscript"))):
         raise ConfigError(["format onnx needs two packages: pip install 'fedcog[onnx]'."])
     directory = RunDirectory(run)
@@ -120,6 +122,25 @@ def export(
     path = Path(out or directory.path / f"model{SUFFIXES[format]}")
     write_file(path, content)
     return Exported(path, about)
+
+
+def _chosen_format(out: str | Path | None, format: Format | None) -> Format:
+    """Return the format that was asked for, by name or by the suffix of the file."""
+    if format is not None and format not in SUFFIXES:
+        raise ConfigError([f"format needs one of {', '.join(SUFFIXES)}, not {format!r}."])
+    if out is None or Path(out).is_dir():  # which is refused when it is written
+        return format or "safetensors"
+    suffix = Path(out).suffix.lower().replace(".pth", ".pt")
+    found = next((name for name, own_suffix in SUFFIXES.items() if own_suffix == suffix), None)
+    if found is None:
+        raise ConfigError(
+            [f"{out} is no model: choose a name that ends in {', '.join(SUFFIXES.values())}."]
+        )
+    if format not in (None, found):
+        raise ConfigError(
+            [f"{out} ends in {suffix}, which is {found}, not {format}: remove one of them."]
+        )
+    return found
 
 
 def to_onnx(directory: RunDirectory, network: nn.Module, about: dict[str, Any]) -> bytes:

@@ -178,8 +178,11 @@ def _one_per_seed(label: str, runs: Sequence[Run]) -> Group:
     repeated = [run for run in runs if counted[run.experiment.seed] is not run]
     for run in repeated:
         seed = run.experiment.seed
-        text = f"{label}: of several runs with seed {seed}, the first counts: {counted[seed].path}"
-        warnings.warn(f"{text}, not {run.path}.", stacklevel=3)
+        warnings.warn(
+            f"of several runs with seed {seed}, the first counts: {counted[seed].path}, not "
+            f"{run.path}.",
+            stacklevel=3,
+        )
     return Group(label, [run for run in runs if run not in repeated], repeated)
 
 

@@ -182,7 +182,11 @@ def _read_table(
             _read_domain(space, faults, f"{name}.{key}", domain, known[key])
         else:
             names = [f"{name}.{known_key}" for known_key in known]
-            faults.append("space: " + settings.unknown_name("setting", f"{name}.{key}", names))
+            if key in TUNABLE_SETTINGS:
+                problem = f"{key} is a setting of all algorithms: write it above [{name}]."
+            else:
+                problem = settings.unknown_name("setting", f"{name}.{key}", names)
+            faults.append(f"space: {problem}")
 
 
 def _read_domain(

@@ -36,7 +36,7 @@ def _budget_sentences(plan: SweepPlan, tuned: Sequence[Tuned]) -> list[str]:
         f"a trial is {length} with {trial_seeds}.",
         f"The score of a trial is taken after the last round on {share:g} % of each client's "
         "training examples, which the trial does not train on. No trial looks at the test set.",
-        "The chosen settings then trained on all training examples with "
+        "The chosen settings then trained without validation examples with "
         f"{_seeds_text(plan.seeds)}; only these runs use the test set, and their score is taken "
         "after the last round.",
     ]

@@ -478,6 +478,16 @@ def test_labels_show_what_differs_and_never_coincide() -> None:
     assert all(len(label) <= 30 for label in found)
 
 
+def test_equal_labels_show_what_tells_their_runs_apart() -> None:
+    usual = {"dataset": "cifar10", "local_steps": 100, "batch_size": 32, "weight_decay": 0.001}
+    experiments = [Experiment(lr=lr, rounds=5) for lr in (0.1, 0.2)]
+    experiments += [Experiment(FedProx(), grad_clip=clip, **usual) for clip in (1.0, 2.0)]  # type: ignore[arg-type]
+    runs = [(number, "", Run(Path(), one, [])) for number, one in enumerate(experiments, 1)]
+    found = run_labels.short_labels(runs)
+    assert found[2:] == ["fedprox, grad_clip 1.0", "fedprox, grad_clip 2.0"]
+    assert len(set(found)) == 4
+
+
 def test_long_labels_show_unusual_settings_alone() -> None:
     usual = {"local_steps": 100, "batch_size": 32, "rounds": 20, "weight_decay": 0.001}
     experiments = [

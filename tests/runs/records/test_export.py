@@ -332,7 +332,7 @@ def test_export_and_report_do_not_overwrite_files_of_a_run(
 ) -> None:
     before = {file: file.read_bytes() for file in run.iterdir()}
     reasons = {
-        ("export", "run", "--out"): "is part of a run and would be lost",
+        ("export", "run", "--out"): "is no model",
         ("report", "run", "--out"): "a report is a page",
         ("report", "run", "--table"): "is no table",
         ("table", "run", "--out"): "is no table",
@@ -342,7 +342,9 @@ def test_export_and_report_do_not_overwrite_files_of_a_run(
         for name in ("checkpoint.safetensors", "rounds.jsonl", "experiment.toml"):
             assert main([*command, f"run/{name}"]) == 2
             error = capsys.readouterr().err
-            assert reason in error and f"run/{name}" in error
+            is_model = command[0] == "export" and name.endswith(".safetensors")
+            expected = "is part of a run and would be lost" if is_model else reason
+            assert expected in error and f"run/{name}" in error
     assert before == {
         file: file.read_bytes() for file in run.iterdir() if file.name != "report.html"
     }
@@ -365,6 +367,10 @@ def test_errors_say_what_to_do(
         ConfigError, match="format needs one of safetensors, torch, onnx, not 'keras'"
     ):
         fedcog.export(run, format="keras")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"m.onnx ends in .onnx, which is onnx, not torch"):
+        fedcog.export(run, "m.onnx", format="torch")
+    with pytest.raises(ConfigError, match=r"m.h5 is no model: choose a name that ends in"):
+        fedcog.export(run, "m.h5")
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     assert main(["export", "run", "--format", "onnx"]) == 2
     assert "pip install 'fedcog[onnx]'" in capsys.readouterr().err

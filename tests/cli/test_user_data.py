@@ -174,14 +174,17 @@ def test_flower_nodes_receive_data_network_and_augmentation() -> None:
         "    return nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes), nn.Dropout(0.2))\n"
     )
     code = ["--dataset", "mine.py:load", "--model", "net.py:make"]
-    code += ["--augmentation", "mine.py:fade", "--subset", "30"]
+    code += ["--augmentation", "mine.py:fade", "--subset", "30", "--local-test", "0.3"]
     flower = [*code, *QUICK, "--backend", "flower", "--out", "flower"]
     command = [sys.executable, "-m", "fedcog", "run", *flower]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     assert main(["run", *code, *QUICK, "--out", "alone"]) == 0
-    pair = [[line["loss"] for line in fedcog.read(name).lines] for name in ("flower", "alone")]
-    assert pair[0] == pytest.approx(pair[1], rel=1e-5)
+    flower_lines, lines = (fedcog.read(name).lines for name in ("flower", "alone"))
+    losses = [line["loss"] for line in lines]
+    assert [line["loss"] for line in flower_lines] == pytest.approx(losses, rel=1e-5)
+    own_tests = [line["local_test"]["clients"] for line in lines]
+    assert [line["local_test"]["clients"] for line in flower_lines] == own_tests
 
 
 def test_names_in_data_files_are_shown_as_text(capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,14 +68,6 @@ def test_masked_sums_reveal_the_same_scores_and_no_client(tmp_path: Path) -> Non
             assert value == pytest.approx(expected[name], abs=1e-4), name
 
 
-@pytest.mark.ray
-def test_nodes_of_other_processes_report_the_same(tmp_path: Path) -> None:
-    flower = replace(SMALL, backend="flower", algorithm=fedcog.FedAvg())
-    simulated = tables(replace(SMALL, algorithm=fedcog.FedAvg()), tmp_path / "simulated")
-    remote = tables(flower, tmp_path / "flower")
-    assert [table["clients"] for table in remote] == [table["clients"] for table in simulated]
-
-
 def evaluation() -> ClientEvaluation:
     return ClientEvaluation(
         client_ids=[0],

@@ -120,8 +120,10 @@ def train(
     out: Path, network: Network | str, data: Dataset, resume: bool = False, **changes: object
 ) -> fedcog.Run:
     experiment = dataclasses.replace(EXPERIMENT, **changes)  # type: ignore[arg-type]
+    if isinstance(network, str) or network is vgg11:  # larger networks
+        experiment = dataclasses.replace(experiment, local_steps=1)
     if isinstance(network, str):
-        experiment = dataclasses.replace(experiment, model=network, local_steps=1)
+        experiment = dataclasses.replace(experiment, model=network)
         return fedcog.run(experiment, out, data=data, resume=resume, report=False)
     return fedcog.run(experiment, out, data=data, model=network, resume=resume, report=False)
 

@@ -89,14 +89,10 @@ def from_folder(
             f"{folders[1]} lies in {folders[0]}, where it would be a class: give the folder of the "
             "training images, or only the folder of both."
         )
-    is_inferred = classes is None
     if classes is None:
         classes = sorted({name for folder in folders for name in _class_names(folder)})
     splits = _splits(folders, classes)
-    if is_inferred and len(folders) > 1:
-        train_names, test_names = ({name for _, name in split} for split in splits)
-        warn_about_untrained(sorted(test_names - train_names))
-    _warn_about_empty(classes, folders, {name for split in splits for _, name in split})
+    _warn_about_empty(classes, folders, splits)
     x = read_images([file for split in splits for file, _ in split], size)
     labels = [[name for _, name in split] for split in splits]
     num_train = len(splits[0])
@@ -164,8 +160,13 @@ def _splits(folders: Sequence[Path], classes: Sequence[str]) -> list[list[Labele
     return splits
 
 
-def _warn_about_empty(classes: Sequence[str], folders: Sequence[Path], found: set[str]) -> None:
+def _warn_about_empty(
+    classes: Sequence[str], folders: Sequence[Path], splits: Sequence[Sequence[LabeledFile]]
+) -> None:
     """Name classes without images: they may be misspelled, or held by other clients."""
+    train_names, test_names = ({name for _, name in split} for split in splits)
+    warn_about_untrained(sorted(test_names - train_names))
+    found = train_names | test_names
     others = {name for folder in folders for name in _class_names(folder)} - set(classes)
     for name in classes:
         if name not in found:

@@ -832,7 +832,7 @@ def object_names(
         objects: Objects of the user.
         dataset: The data set, before shifts.
         network_text: What describes the network.
-        model: The network initialized from seed 0, or the instance, if that is at hand.
+        model: The network initialized from seed 0, or the instance; by default it is built.
 
     Returns:
         Names with digests, by role: data, network, augmentation.

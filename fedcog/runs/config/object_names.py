@@ -39,7 +39,7 @@ def network_name(network: Network, text: str, dataset: Dataset, model: Model | N
         network: The network, as the user gave it.
         text: What describes it: its structure and source, and weights of files.
         dataset: The data set that it is for.
-        model: The network initialized from seed 0, or the instance, if that is at hand.
+        model: The network initialized from seed 0, or the instance; by default it is built.
 
     Returns:
         Name and digest. The digest also depends on what the network computes and on its initial

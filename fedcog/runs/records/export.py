@@ -86,8 +86,7 @@ def export(
         The file, and what is known about the model.
 
     Raises:
-        ConfigError: If the format is unknown or not that of the suffix, or its packages are
-            missing.
+        ConfigError: If the format is unknown, lacks packages, or is not that of the suffix.
         RecordError: If the run has no checkpoint.
     """
     format = _chosen_format(out, format)

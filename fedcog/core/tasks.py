@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,10 +25,18 @@ EXTRA_METRICS = ("c_p", "c_r", "c_f1", "o_p", "o_r", "s_p", "s_r", "s_f1", "map"
 """
 
 SCORE_KEYS = (
-    *(f"{prefix}{name}" for prefix in ("", "personal_", "validation_") for name in METRIC_LABELS),
+    *(f"{prefix}{name}" for prefix in ("", "label_mix_", "validation_") for name in METRIC_LABELS),
     *EXTRA_METRICS,
 )
 """Keys of `rounds.jsonl` that hold scores between 0 and 1."""
+
+FORMER_KEYS = {f"personal_{name}": f"label_mix_{name}" for name in METRIC_LABELS}
+"""Keys of older lines, and of result files, by what they were renamed to."""
+
+
+def with_current_keys(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a line of `rounds.jsonl` with the keys that older versions had renamed."""
+    return {FORMER_KEYS.get(name, name): value for name, value in line.items()}
 
 
 def metric_of(record: Mapping[str, object]) -> Metric:

@@ -265,7 +265,7 @@ class Server:
         if self.privacy:
             record.privacy = self._privacy_budget(self.privacy, request.round + 1)
         if self._class_stats is not None:
-            record.scores = self.scorer.scores(self._class_stats) | self._personal_score(record)
+            record.scores = self.scorer.scores(self._class_stats) | self._label_mix_score(record)
         if is_evaluated and self.schedule.evaluate_clients:
             evaluation = self.backend.evaluate_clients(self.algorithm, server, request.round)
             if evaluation is not None:
@@ -352,12 +352,12 @@ class Server:
             records.append(record)
         return records
 
-    def _personal_score(self, record: RoundRecord) -> dict[str, float]:
+    def _label_mix_score(self, record: RoundRecord) -> dict[str, float]:
         """Return the mean score of the clients' models on the test set, by their label mix."""
         metric = self.scorer.metric
         key = f"own_{metric}"
         scores = [float(client[key]) for client in record.local if key in client]
-        return {f"personal_{metric}": sum(scores) / len(scores)} if scores else {}
+        return {f"label_mix_{metric}": sum(scores) / len(scores)} if scores else {}
 
     def _main_score(self, record: RoundRecord) -> dict[str, Any]:
         """Add the score over all clients' test examples as the main one, without a test set."""

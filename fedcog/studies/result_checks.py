@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from fedcog.core.tasks import SCORE_KEYS
+from fedcog.core.tasks import FORMER_KEYS, SCORE_KEYS
 from fedcog.studies.probes import ProbeKind
 
 MAX_MAGNITUDE = 1e300
@@ -38,7 +38,7 @@ def _check_training(line: dict[str, Any]) -> None:
     """Check scores and losses by round, and the clients of the last round."""
     if line.get("loss") == [] and "diverged" not in line:
         raise ValueError("the run has no rounds")
-    for name in ("loss", *SCORE_KEYS):
+    for name in ("loss", *SCORE_KEYS, *FORMER_KEYS):
         values = [value for value in _as_list(line.get(name, [])) if value is not None]
         if not _are_numbers(values):
             raise ValueError(f"{name} is not a list of numbers")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedcog.core import settings, tree
-from fedcog.core.tasks import SCORE_KEYS
+from fedcog.core.tasks import FORMER_KEYS, SCORE_KEYS
 from fedcog.data.sources.locations import short_name
 from fedcog.runs.config.composition import algorithm_name, named_layers
 from fedcog.runs.config.experiment import (
@@ -264,6 +264,10 @@ def _json_line(value: dict[str, Any]) -> bytes:
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
+RESULT_KEYS = {current: former for former, current in FORMER_KEYS.items()}
+"""Keys of result files that differ from those of `rounds.jsonl`: stored results keep theirs."""
+
+
 def summarize_run(run: Run) -> Result:
     """Reduce a run to what a result file stores.
 
@@ -282,7 +286,7 @@ def summarize_run(run: Run) -> Result:
     for name in SCORE_KEYS:
         values = [_round_to_six_digits(line.get(name)) for line in lines]
         if any(value is not None for value in values):
-            result[name] = values
+            result[RESULT_KEYS.get(name, name)] = values
     clients = _last_clients(run)
     result["clients"] = [{"client": client} | values for client, values in clients.items()]
     seconds = sum(line["seconds"]["total"] for line in lines if line.get("seconds"))

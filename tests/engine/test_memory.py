@@ -38,7 +38,7 @@ def test_chunked_cohort_equals_full_cohort(limit: int) -> None:
     assert max_difference(*server_states) < 1e-9
     client_states = [toy.simulator.client_states.flatten() for toy in (full, chunked)]
     assert max_difference(*client_states) < 1e-9
-    for key in ("loss", "accuracy", "personal_accuracy"):
+    for key in ("loss", "accuracy", "label_mix_accuracy"):
         assert full_line[key] == pytest.approx(chunked_line[key], rel=1e-9)
     for expected, actual in zip(full_line["local"], chunked_line["local"], strict=True):
         assert expected == pytest.approx(actual, rel=1e-9)

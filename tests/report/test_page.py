@@ -52,7 +52,7 @@ def round_line(round: int, accuracy: float | None, clients: int = 2) -> dict[str
             "own_accuracy": 0.9,
             "own_accuracy_before": None if client["client"] else 0.4,
         }
-    return line | {"accuracy": accuracy, "personal_accuracy": accuracy + 0.1}
+    return line | {"accuracy": accuracy, "label_mix_accuracy": accuracy + 0.1}
 
 
 def write_run(

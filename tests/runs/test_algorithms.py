@@ -69,7 +69,7 @@ def test_personal_score_uses_each_clients_own_label_mix(
         line = run.lines[-1]
         scores = [client["own_accuracy"] for client in line["local"]]
         mean = sum(scores) / len(scores)
-        assert line["personal_accuracy"] == pytest.approx(mean) == run.label_mix[-1]
+        assert line["label_mix_accuracy"] == pytest.approx(mean) == run.label_mix[-1]
         runs[type(algorithm).__name__] = run
     assert all(run.label_mix[-1] > 0.8 > run.last for run in runs.values())
     assert runs["Ditto"].last == runs["Algorithm"].last  # the global model is FedAvg's

@@ -224,7 +224,7 @@ def test_recorded_metrics_match_scikit_learn(tmp_path: Path) -> None:
     assert run.metric == "o_f1"
     assert run.last == line["o_f1"] and run.best >= run.last
     assert len(run.label_mix) == 3
-    assert {*EXTRA_METRICS, "validation_o_f1", "personal_o_f1"} <= line.keys()
+    assert {*EXTRA_METRICS, "validation_o_f1", "label_mix_o_f1"} <= line.keys()
     assert "accuracy" not in line
     outputs = network_outputs(tmp_path / "run", data)
     labels = data.test_y.numpy()

@@ -18,6 +18,9 @@ from tests.support.paths import REPO
 
 HOST = "127.0.0.1"
 PORTS = 8
+PORTS_PER_WORKER = 1500
+MAX_WORKERS = 8
+"""With these, ports lie between 20000 and 32000, below those that systems give to clients."""
 
 
 class Link:
@@ -180,8 +183,14 @@ def _session(leader: int) -> list[int]:
 
 
 def free_ports(count: int) -> int:
-    """Return the first of `count` consecutive free ports."""
-    for first in range(20_000 + os.getpid() % 10_000, 60_000, count):
+    """Return the first of `count` consecutive free ports.
+
+    Each worker of xdist has a range of its own, because the ports are bound only later.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    start = 20_000 + PORTS_PER_WORKER * (worker % MAX_WORKERS)
+    offset = os.getpid() % (PORTS_PER_WORKER // 2)  # another session may run at the same time
+    for first in range(start + offset, start + PORTS_PER_WORKER - count, count):
         with contextlib.ExitStack() as stack:
             try:
                 for port in range(first, first + count):

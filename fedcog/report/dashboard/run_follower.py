@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
-from fedcog.core.tasks import SCORE_KEYS
+from fedcog.core.tasks import SCORE_KEYS, with_current_keys
 from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.records.recorded_run import Run
 from fedcog.runs.records.run_directory import RecordError, RunDirectory
@@ -239,6 +239,7 @@ def _parse_round(text: bytes, number: int) -> dict[str, Any] | None:
         return None
     if not isinstance(record, dict) or record.get("round") != number:
         return None
+    record = with_current_keys(record)
     seconds = record.get("seconds")
     line: dict[str, Any] = {"round": number, "loss": _finite(record.get("loss")), "local": []}
     line["seconds"] = _finite(seconds.get("total")) if isinstance(seconds, dict) else None

@@ -87,7 +87,7 @@ class Run:
         personal models; for others the local models before aggregation, that is the fine-tuned
         global model. Scores on a client's own test examples are `local_test`.
         """
-        name = f"personal_{self.metric}"
+        name = f"label_mix_{self.metric}"
         return [line[name] for line in self.lines if line.get(name) is not None]
 
     def local_test(self, name: str = "") -> list[tuple[int, float]]:

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from fedcog.algorithms import ALGORITHMS, Algorithm
 from fedcog.core import tree
 from fedcog.core.settings import ConfigError
-from fedcog.core.tasks import SCORE_KEYS
+from fedcog.core.tasks import SCORE_KEYS, with_current_keys
 from fedcog.core.toml import read_toml
 from fedcog.core.tree import Params
 from fedcog.runs.config.experiment import Experiment, read_recorded
@@ -204,6 +204,7 @@ class RunDirectory:
             lines = [json.loads(line) for line in self._complete_lines()]
         except (ValueError, RecursionError) as error:
             raise RecordError(f"{file} is damaged: {error}.") from error
+        lines = [with_current_keys(line) if isinstance(line, dict) else line for line in lines]
         for number, line in enumerate(lines, 1):
             is_round = isinstance(line, dict) and line.get("round") == number
             local = line.get("local") if is_round else None

@@ -9,19 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedcog.core.tasks import METRIC_LABELS
 from fedcog.runs.config.experiment import Experiment
 
 MAX_NAME_LENGTH = 250
 """Characters of a name that MLflow accepts."""
 MAX_IMAGE_SIDE = 4096
 """Pixels per side of a logged image."""
-SHOWN_NAMES = {f"personal_{name}": f"label_mix_{name}" for name in METRIC_LABELS}
-"""Names to show for keys of `rounds.jsonl` that could be misread.
-
-`personal_accuracy` is the accuracy of the clients' models on the test set, reweighted by label mix.
-The accuracy of personal models on clients' own test examples is in `local_test`.
-"""
 
 
 def round_metrics(line: Mapping[str, Any]) -> dict[str, float]:
@@ -32,8 +25,7 @@ def round_metrics(line: Mapping[str, Any]) -> dict[str, float]:
 
     Returns:
         The line's own numbers, `seconds/` and `privacy/`, `bytes/` summed and `clients/` averaged
-        over clients. `metrics/class_accuracy/0` is the first number of a list, and
-        `label_mix_accuracy` is the line's `personal_accuracy`.
+        over clients. `metrics/class_accuracy/0` is the first number of a list.
     """
     found: dict[str, Any] = {}
     for name, value in line.items():
@@ -45,7 +37,7 @@ def round_metrics(line: Mapping[str, Any]) -> dict[str, float]:
         elif name in ("skipped", "refused", "forgot") and isinstance(value, list):
             found[name] = len(value)
         elif name != "round":
-            found[SHOWN_NAMES.get(name, name)] = value
+            found[name] = value
     local = [client for client in line.get("local", ()) if isinstance(client, Mapping)]
     for name in dict.fromkeys(name for client in local for name in client):
         numbers = [float(client[name]) for client in local if _is_number(client.get(name))]

@@ -19,8 +19,10 @@ import fedcog
 from fedcog import Experiment, FedCOG, FedProx
 from fedcog.core import tree
 from fedcog.federation.client_states import ClientStates
+from fedcog.report.dashboard.run_follower import RunFollower
 from fedcog.runs.records.checkpoint import Checkpoint
 from fedcog.runs.records.run_directory import RecordError, RunDirectory, write_file
+from fedcog.studies.result_store import summarize_run
 
 TINY = Experiment(
     algorithm=FedCOG(FedProx(), count=8, steps=3, start_round=2),
@@ -312,6 +314,32 @@ def test_checkpoint_round_is_read_from_the_metadata(
     (directory.path / "checkpoint.safetensors").write_bytes(b"no tensors")
     with pytest.raises(RecordError, match="The file is damaged"):
         directory.checkpoint_round()
+
+
+def test_lines_of_older_versions_are_read_by_their_names_now(tmp_path: Path) -> None:
+    """The score by label mix was called personal, as the score of personal models now is."""
+    run = fedcog.run(dataclasses.replace(TINY, rounds=2), tmp_path / "now", report=False)
+    assert run.label_mix and "personal_accuracy" not in run.lines[0]
+    older = tmp_path / "older"
+    shutil.copytree(run.path, older)
+    file = older / "rounds.jsonl"
+    file.write_text(file.read_text().replace("label_mix_accuracy", "personal_accuracy"))
+    before = file.read_bytes()
+    found = fedcog.read(older)
+    assert found.label_mix == run.label_mix and found.lines == run.lines
+    follower = RunFollower(older, "older")
+    follower.refresh()
+    assert follower.lines[-1]["label_mix_accuracy"] == pytest.approx(run.label_mix[-1])
+    more = dataclasses.replace(TINY, rounds=3)
+    resumed = fedcog.run(more, older, resume=True, report=False)
+    assert len(resumed.label_mix) == 3 and file.read_bytes().startswith(before)
+
+
+def test_result_files_keep_their_keys(tmp_path: Path) -> None:
+    run = fedcog.run(dataclasses.replace(TINY, rounds=1), tmp_path, report=False)
+    result = summarize_run(fedcog.read(run.path))
+    assert result["personal_accuracy"] == [pytest.approx(run.label_mix[0], abs=1e-6)]
+    assert "label_mix_accuracy" not in result
 
 
 def test_nan_and_infinity_are_recorded_as_null(tmp_path: Path) -> None:

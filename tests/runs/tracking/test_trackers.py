@@ -503,7 +503,7 @@ def test_round_metrics_flatten_a_recorded_line() -> None:
         "clients": [1, 4],
         "loss": None,
         "accuracy": 0.5,
-        "personal_accuracy": 0.75,
+        "label_mix_accuracy": 0.75,
         "local_test": {"personal_accuracy": 0.25},
         "odd: name?": 2,
         "skipped": [4],

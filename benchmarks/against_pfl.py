@@ -35,8 +35,9 @@ from torch import Tensor, nn
 
 from fedcog.data import Dataset
 from fedcog.runs.config.experiment import Experiment
+from fedcog.runs.config.user_objects import UserObjects
 from fedcog.runs.environment import find_device
-from fedcog.runs.setup import ExperimentSetup, UserObjects
+from fedcog.runs.setup import ExperimentSetup
 
 
 class Variant(NamedTuple):

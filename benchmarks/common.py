@@ -24,9 +24,10 @@ from fedcog.data import Dataset, registry
 from fedcog.federation.server import FinishedRound
 from fedcog.runs.config.composition import make_algorithm
 from fedcog.runs.config.experiment import Experiment
+from fedcog.runs.config.user_objects import UserObjects
 from fedcog.runs.environment import find_device, torch_settings
 from fedcog.runs.records.provenance import commit
-from fedcog.runs.setup import ExperimentSetup, UserObjects
+from fedcog.runs.setup import ExperimentSetup
 
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2470, 0.2435, 0.2616)

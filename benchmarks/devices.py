@@ -27,8 +27,9 @@ from fedcog.data import Dataset, registry
 from fedcog.engine.cohort import RoundSpec
 from fedcog.engine.local_training import autograd_gradient
 from fedcog.runs.config.experiment import Experiment
+from fedcog.runs.config.user_objects import UserObjects
 from fedcog.runs.environment import find_device
-from fedcog.runs.setup import ExperimentSetup, UserObjects
+from fedcog.runs.setup import ExperimentSetup
 
 NUM_INPUTS = 256
 NUM_STEPS = 3

@@ -34,9 +34,9 @@ from fedcog.data import Dataset
 from fedcog.federation.backend import Diverged
 from fedcog.models.checks import ModelError
 from fedcog.runs.config.experiment import Experiment
+from fedcog.runs.config.user_objects import UserObjects
 from fedcog.runs.environment import find_device, torch_settings
 from fedcog.runs.runner import Runner, RunOptions, run_in_step
-from fedcog.runs.setup import UserObjects
 
 INNER_ALGORITHMS = ("fedprox", "scaffold", "moon", "fedsam", "fedgen", "vhl", "ditto")
 IMPORTED_MODULES = (

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from fedcog.data import Dataset, FederatedData
 from fedcog.models.zoo import build
 from fedcog.runs.config.experiment import Experiment
+from fedcog.runs.config.user_objects import UserObjects
 from fedcog.runs.environment import find_device
-from fedcog.runs.setup import ExperimentSetup, UserObjects
+from fedcog.runs.setup import ExperimentSetup
 
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels-last": torch.channels_last}
 Weights = dict[str, Tensor]

@@ -29,8 +29,9 @@ import torch.nn.functional as F
 from fedcog.data import Dataset
 from fedcog.models.zoo import build
 from fedcog.runs.config.experiment import Experiment
+from fedcog.runs.config.user_objects import UserObjects
 from fedcog.runs.environment import find_device
-from fedcog.runs.setup import ExperimentSetup, UserObjects
+from fedcog.runs.setup import ExperimentSetup
 
 NUM_LABELS = 17
 IMAGE_SIZE = 64

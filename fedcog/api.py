@@ -17,6 +17,7 @@ from fedcog.models.initialization import Network
 from fedcog.runs.compare import plan_runs, run_comparison
 from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.config.notes import warn_about_settings
+from fedcog.runs.config.user_objects import UserObjects
 from fedcog.runs.environment import torch_settings
 from fedcog.runs.experiment_data import split_dataset
 from fedcog.runs.records.frames import Runs
@@ -30,7 +31,6 @@ from fedcog.runs.runner import (
     round_loop,
     with_user_objects,
 )
-from fedcog.runs.setup import UserObjects
 from fedcog.runs.torchrun_runs import follow
 from fedcog.runs.tracking import Tracker
 from fedcog.studies.tuning.sweep import (

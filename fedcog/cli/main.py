@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from fedcog.algorithms import ALGORITHMS  # imports torch
     from fedcog.cli.execution import COMMANDS, errors_explained
     from fedcog.data import load_dataset
-    from fedcog.runs.setup import UserObjects
+    from fedcog.runs.config.user_objects import UserObjects
 
     options.known = ALGORITHMS | code.algorithms
     options.data_function = (code.data_functions or [""])[-1]

@@ -30,6 +30,7 @@ from fedcog.federation.flower_server import FlowerBackend, ServerApp
 from fedcog.federation.flower_server import server_app as flower_server
 from fedcog.runs.config.composition import algorithm_name
 from fedcog.runs.config.experiment import Experiment, read_experiment
+from fedcog.runs.config.user_objects import UserObjects
 from fedcog.runs.environment import torch_settings
 from fedcog.runs.flower_runs import (
     check_payload_bounds,
@@ -39,7 +40,7 @@ from fedcog.runs.flower_runs import (
 )
 from fedcog.runs.records.run_directory import RunDirectory
 from fedcog.runs.runner import Runner, RunOptions
-from fedcog.runs.setup import ExperimentSetup, RemoteClients, UserObjects
+from fedcog.runs.setup import ExperimentSetup, RemoteClients
 
 LOG = logging.getLogger("flwr")  # `flwr run --stream` shows what is logged here
 

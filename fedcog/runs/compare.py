@@ -11,12 +11,13 @@ from fedcog.data import Dataset
 from fedcog.federation.backend import Diverged
 from fedcog.runs.config.composition import algorithm_name
 from fedcog.runs.config.experiment import Experiment
+from fedcog.runs.config.user_objects import UserObjects, check_seeds
 from fedcog.runs.environment import stacks_seeds, torch_settings
 from fedcog.runs.experiment_data import data_settings
 from fedcog.runs.records.recorded_run import Run, read
 from fedcog.runs.records.summary import labels
 from fedcog.runs.runner import Runner, RunOptions, run_all
-from fedcog.runs.setup import UserObjects, check_seeds, load_data
+from fedcog.runs.setup import load_data
 
 PlannedRun = tuple[Experiment, Path]
 """An experiment with its seed, and its run directory."""

@@ -21,9 +21,10 @@ from fedcog.federation import secure_aggregation
 from fedcog.models.initialization import Network
 from fedcog.runs.config.composition import algorithm_name, named_layers
 from fedcog.runs.config.experiment import Experiment, read_experiment
+from fedcog.runs.config.user_objects import UserObjects
 from fedcog.runs.environment import torch_settings
 from fedcog.runs.records.recorded_run import Run
-from fedcog.runs.setup import ExperimentSetup, UserObjects, clients_per_round
+from fedcog.runs.setup import ExperimentSetup, clients_per_round
 
 if TYPE_CHECKING:
     from fedcog.federation.flower_messages import NodeSetup

@@ -18,6 +18,7 @@ from fedcog.federation.simulator import run_stacked_round
 from fedcog.models.behavior import is_same
 from fedcog.runs.config.composition import algorithm_name
 from fedcog.runs.config.experiment import Experiment
+from fedcog.runs.config.user_objects import UserObjects, check_objects
 from fedcog.runs.divergence import advice
 from fedcog.runs.experiment_data import resolve_clients
 from fedcog.runs.flower_runs import check_flower, run_on_flower, uses_flower
@@ -25,13 +26,7 @@ from fedcog.runs.records.checkpoint import Checkpoint
 from fedcog.runs.records.provenance import provenance
 from fedcog.runs.records.recorded_run import Run
 from fedcog.runs.records.run_directory import RecordError, RunDirectory
-from fedcog.runs.setup import (
-    ExperimentSetup,
-    RemoteClients,
-    UserObjects,
-    check_objects,
-    load_data,
-)
+from fedcog.runs.setup import ExperimentSetup, RemoteClients, load_data
 from fedcog.runs.torchrun_runs import lead
 from fedcog.runs.tracking import RunStatus, Tracker, Trackers, check_trackers
 from fedcog.runs.warm_start import inherit

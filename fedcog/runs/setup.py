@@ -4,23 +4,20 @@ import functools
 import hashlib
 import importlib.util
 import warnings
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fedcog.core.integers import round_half_up
-from fedcog.core.metrics import FurtherMetrics, MetricFunctions, check_functions, parse_names
+from fedcog.core.metrics import FurtherMetrics, check_functions, parse_names
 from fedcog.core.optimizers import Optimizer
 from fedcog.core.settings import ConfigError
 from fedcog.core.tasks import make_task
 from fedcog.core.tree import Params
 from fedcog.data import DataError, Dataset, FederatedData, local_tests, registry, shifts
-from fedcog.data.client_batches import Augmentation
 from fedcog.data.datasets import DataWarning
 from fedcog.data.local_tests import LocalTests
 from fedcog.data.sources import locations
@@ -37,10 +34,11 @@ from fedcog.models.initialization import Network, make_network, start_alike
 from fedcog.models.libraries import input_note, name_fault
 from fedcog.models.tokens import check_tokens, continuous_shape
 from fedcog.models.zoo import MODELS, build
-from fedcog.runs.config.composition import algorithm_name, named_layers
+from fedcog.runs.config.composition import named_layers
 from fedcog.runs.config.experiment import Experiment
-from fedcog.runs.config.object_names import augmentation_name, data_name, network_name
+from fedcog.runs.config.object_names import object_names
 from fedcog.runs.config.user_code import describe_network, function_source, user_source
+from fedcog.runs.config.user_objects import UserObjects, check_objects
 from fedcog.runs.environment import find_device, num_workers
 from fedcog.runs.experiment_data import (
     adapt_dataset,
@@ -73,26 +71,6 @@ AUTO_MODELS = {
     "flair": "resnet18",
 }
 """The network of `model = "auto"`, by data set."""
-
-
-class UserObjects(NamedTuple):
-    """Objects that the user passes from Python instead of names.
-
-    Attributes:
-        data: Data set.
-        model: Network: an instance, or a class or function, which starts from the run's seed.
-        generator: Generator network, for FedCOG(generator="custom").
-        preloaded: The data set of the experiment, if it is already read and adapted.
-        metrics: Metric functions by name.
-        augmentation: Changes the training examples of every batch.
-    """
-
-    data: Dataset | None = None
-    model: Network | None = None
-    generator: nn.Module | None = None
-    preloaded: Dataset | None = None
-    metrics: MetricFunctions = MappingProxyType({})
-    augmentation: Augmentation | None = None
 
 
 def load_data(experiment: Experiment, objects: UserObjects) -> Dataset:
@@ -731,22 +709,6 @@ def is_built_in(experiment: Experiment) -> bool:
     return all(type(layer).__module__.startswith("fedcog.") for layer in layers)
 
 
-def check_runnable(experiment: Experiment) -> list[str]:
-    """Return why a recorded experiment cannot run: its algorithm's code is not available."""
-    layers = named_layers(experiment.algorithm)
-    missing = [name for name, layer in layers if layer.is_recorded]
-    if not missing:
-        return []
-    parts = [
-        f"FILE.py:{part}" if part in missing else part
-        for part in algorithm_name(experiment.algorithm).split("+")
-    ]
-    return [
-        f"{missing[0]} is your own algorithm: name its file, --algorithm {'+'.join(parts)}, or "
-        "continue the run from Python with fedcog.run(...)."
-    ]
-
-
 def single_label_faults(experiment: Experiment) -> list[str]:
     """Return why the algorithm cannot train on multi-label examples."""
     reasons = [layer.single_label_reason for layer in experiment.algorithm.layers]
@@ -782,28 +744,6 @@ def check_ready(experiment: Experiment) -> list[str]:
     return faults
 
 
-def check_seeds(model: Network | None, seeds: Iterable[int]) -> None:
-    """Refuse one instance of a network for several seeds, which would all start alike.
-
-    Args:
-        model: The user's network.
-        seeds: The seeds.
-
-    Raises:
-        ConfigError: If there are several seeds and the network is an instance.
-    """
-    different = list(dict.fromkeys(seeds))
-    if isinstance(model, nn.Module) and len(different) > 1:
-        name = type(model).__name__
-        raise ConfigError(
-            [
-                f"model is one {name} with its weights, so seeds {', '.join(map(str, different))} "
-                "would all start from them: give its class or a function instead, such as "
-                f"model={name} or model=lambda: {name}(...), which starts from each seed."
-            ]
-        )
-
-
 def _check_precision(model: Model, precision: str) -> None:
     """Refuse a network of the user that computes in a floating type of its own."""
     like = next(iter(model.params.values()))
@@ -816,76 +756,3 @@ def _check_precision(model: Model, precision: str) -> None:
             f"the network does not compute in {precision} ({str(error).splitlines()[0]}): remove "
             "conversions such as x.half() from its forward, and set --precision instead."
         ) from error
-
-
-def object_names(
-    experiment: Experiment,
-    objects: UserObjects,
-    dataset: Dataset,
-    network_text: str,
-    model: Model | None = None,
-) -> dict[str, str]:
-    """Name what settings do not describe: the user's own objects, and data in files.
-
-    Args:
-        experiment: The experiment.
-        objects: Objects of the user.
-        dataset: The data set, before shifts.
-        network_text: What describes the network.
-        model: The network initialized from seed 0, or the instance; by default it is built.
-
-    Returns:
-        Names with digests, by role: data, network, augmentation.
-    """
-    names: dict[str, str] = {}
-    is_located = locations.location_kind(experiment.dataset) in ("folder", "file", "hub")
-    if objects.data is not None or experiment.indices or is_located:
-        names["data"] = data_name(dataset)
-    if objects.model is not None:
-        names["network"] = network_name(objects.model, network_text, dataset, model)
-    if objects.augmentation is not None:
-        names["augmentation"] = augmentation_name(objects.augmentation, dataset)
-    return names
-
-
-def check_objects(experiment: Experiment, objects: UserObjects) -> None:
-    """Refuse experiments whose code, data or network is not available.
-
-    Args:
-        experiment: The experiment.
-        objects: Objects of the user.
-
-    Raises:
-        ConfigError: If something is missing.
-    """
-    if faults := check_runnable(experiment):
-        raise ConfigError(faults)
-    faults = missing_objects(experiment, objects)
-    if objects.model is None and (fault := name_fault(experiment.model)):
-        faults.append(fault)
-    if faults:
-        raise ConfigError(faults)
-
-
-def missing_objects(experiment: Experiment, objects: UserObjects) -> list[str]:
-    """Return which of the user's own objects an experiment needs and does not get.
-
-    Args:
-        experiment: The experiment.
-        objects: Objects of the user.
-
-    Returns:
-        A message with a remedy for each.
-    """
-    faults = []
-    if objects.data is None and objects.preloaded is None and experiment.dataset == "custom":
-        faults.append(
-            "this run uses your own data: name what makes them, --dataset FILE.py:Name, or "
-            "continue it from Python with fedcog.run(..., data=..., resume=True)."
-        )
-    if objects.model is None and experiment.model == "custom":
-        faults.append(
-            "this run uses your own network: name its file, --model FILE.py:Name, or continue it "
-            "from Python with fedcog.run(..., model=..., resume=True)."
-        )
-    return faults

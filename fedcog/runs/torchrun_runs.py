@@ -9,8 +9,9 @@ from fedcog.core.errors import Interrupted
 from fedcog.federation.backend import Diverged
 from fedcog.federation.torchrun import ProcessGroup, TorchrunBackend
 from fedcog.runs.config.experiment import Experiment
+from fedcog.runs.config.user_objects import UserObjects
 from fedcog.runs.records.recorded_run import Run
-from fedcog.runs.setup import ExperimentSetup, UserObjects
+from fedcog.runs.setup import ExperimentSetup
 
 if TYPE_CHECKING:
     from fedcog.runs.runner import Runner

@@ -16,6 +16,7 @@ from fedcog.federation.backend import Diverged
 from fedcog.models.checks import ModelError
 from fedcog.runs.config.composition import algorithm_name
 from fedcog.runs.config.experiment import Experiment
+from fedcog.runs.config.user_objects import UserObjects
 from fedcog.runs.environment import find_device, torch_settings
 from fedcog.runs.experiment_data import data_settings
 from fedcog.runs.records.checkpoint import LARGE_CHECKPOINT_BYTES
@@ -23,7 +24,7 @@ from fedcog.runs.records.provenance import provenance
 from fedcog.runs.records.recorded_run import Run, read
 from fedcog.runs.records.run_directory import DirectoryBusy, RecordError, RunDirectory
 from fedcog.runs.runner import Callback, Runner, RunOptions, run_all
-from fedcog.runs.setup import UserObjects, load_data
+from fedcog.runs.setup import load_data
 from fedcog.runs.warm_start import MissingStart
 from fedcog.studies.job_planning import is_done, is_prefix, stack_jobs
 from fedcog.studies.probes import measure

@@ -19,8 +19,9 @@ from fedcog.data import Dataset
 from fedcog.engine.cohort import RoundSpec
 from fedcog.engine.local_training import autograd_gradient
 from fedcog.runs.config.experiment import Experiment
+from fedcog.runs.config.user_objects import UserObjects
 from fedcog.runs.records.run_directory import RecordError, RunDirectory
-from fedcog.runs.setup import ExperimentSetup, UserObjects
+from fedcog.runs.setup import ExperimentSetup
 
 ProbeKind = Literal["client-time", "generation-time", "partition", "pictures", "privacy"]
 

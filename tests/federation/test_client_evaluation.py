@@ -25,7 +25,8 @@ from fedcog.federation import flower_messages
 from fedcog.federation.backend import ClientEvaluation, NoAnswer
 from fedcog.runs.config.composition import make_algorithm
 from fedcog.runs.config.experiment import Experiment
-from fedcog.runs.setup import ExperimentSetup, UserObjects
+from fedcog.runs.config.user_objects import UserObjects
+from fedcog.runs.setup import ExperimentSetup
 
 SMALL = Experiment(
     algorithm=make_algorithm("fedavg+ditto", {}),

@@ -15,7 +15,8 @@ import fedcog
 from fedcog import ConfigError, Experiment, FedCOG
 from fedcog.data.client_batches import Augmentation
 from fedcog.models.ops.keyed_random import KeyedRandom, StepKey, seed_words
-from fedcog.runs.setup import ExperimentSetup, UserObjects
+from fedcog.runs.config.user_objects import UserObjects
+from fedcog.runs.setup import ExperimentSetup
 from tests.support.user_models import jitter
 
 TINY = Experiment(

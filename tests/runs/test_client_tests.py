@@ -14,8 +14,9 @@ from fedcog import ConfigError, Ditto, Experiment, FedAvg, FedCOG, FedRep
 from fedcog.cli.output import print_results
 from fedcog.data import registry, shifts
 from fedcog.data.datasets import DataWarning
+from fedcog.runs.config.user_objects import UserObjects
 from fedcog.runs.records.run_directory import RecordError, RunDirectory
-from fedcog.runs.setup import ExperimentSetup, UserObjects, split_dataset
+from fedcog.runs.setup import ExperimentSetup, split_dataset
 
 TINY = Experiment(
     clients=5,

@@ -14,9 +14,10 @@ import fedcog
 from fedcog import ConfigError, ConvGenerator, Experiment, FedAvg, FedCOG, ModelError, RecordError
 from fedcog.cli.main import main
 from fedcog.data import DataError, registry
+from fedcog.runs.config.user_objects import UserObjects
 from fedcog.runs.pretrained import discrepancy, load_pretrained
 from fedcog.runs.records.run_directory import RunDirectory
-from fedcog.runs.setup import ExperimentSetup, UserObjects
+from fedcog.runs.setup import ExperimentSetup
 
 FEDCOG = FedCOG(generator="conv", noise=6, start_round=1, count=8, steps=2)
 TINY = Experiment(

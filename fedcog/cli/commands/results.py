@@ -9,6 +9,7 @@ from pathlib import Path
 from fedcog.cli import console, flags, output
 from fedcog.cli.console import print_result
 from fedcog.core.settings import ConfigError
+from fedcog.runs.config.user_objects import check_runnable
 from fedcog.runs.records.export import export
 from fedcog.runs.records.recorded_run import read_readable
 from fedcog.runs.records.run_directory import (
@@ -17,7 +18,6 @@ from fedcog.runs.records.run_directory import (
     runs_below,
     write_file,
 )
-from fedcog.runs.setup import check_runnable
 from fedcog.studies.comparison_table import TableFormat, table, table_format
 
 MAX_PORT = 65535

@@ -34,10 +34,10 @@ from fedcog.runs.compare import plan_runs
 from fedcog.runs.config.device_config import without_algorithms
 from fedcog.runs.config.experiment import Experiment, read_experiment
 from fedcog.runs.config.notes import SettingWarning
+from fedcog.runs.config.user_objects import check_runnable, missing_objects
 from fedcog.runs.experiment_data import resolve_before_loading
 from fedcog.runs.records.run_directory import RunDirectory, check_writable
 from fedcog.runs.runner import NetworkNote, RunOptions, default_directory
-from fedcog.runs.setup import check_runnable, missing_objects
 from fedcog.runs.tracking import TrackerWarning, check_trackers
 from fedcog.studies.tuning import sweep
 

@@ -11,6 +11,7 @@ import torch
 
 from fedcog.data import Dataset
 from fedcog.data.client_batches import Augmentation
+from fedcog.data.sources import locations
 from fedcog.models.behavior import (
     NUM_EXAMPLES,
     Behavior,
@@ -21,18 +22,50 @@ from fedcog.models.behavior import (
 from fedcog.models.functional import Model
 from fedcog.models.initialization import Network, make_network
 from fedcog.models.ops.keyed_random import KeyedRandom, trial_key
+from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.config.user_code import function_source
+from fedcog.runs.config.user_objects import UserObjects
 
 NUM_DIGITS = 6
 """Number of hexadecimal digits of a digest."""
 
 
-def data_name(dataset: Dataset) -> str:
+def object_names(
+    experiment: Experiment,
+    objects: UserObjects,
+    dataset: Dataset,
+    network_text: str,
+    model: Model | None = None,
+) -> dict[str, str]:
+    """Name what settings do not describe: the user's own objects, and data in files.
+
+    Args:
+        experiment: The experiment.
+        objects: Objects of the user.
+        dataset: The data set, before shifts.
+        network_text: What describes the network.
+        model: The network initialized from seed 0, or the instance; by default it is built.
+
+    Returns:
+        Names with digests, by role: data, network, augmentation.
+    """
+    names: dict[str, str] = {}
+    is_located = locations.location_kind(experiment.dataset) in ("folder", "file", "hub")
+    if objects.data is not None or experiment.indices or is_located:
+        names["data"] = _data_name(dataset)
+    if objects.model is not None:
+        names["network"] = _network_name(objects.model, network_text, dataset, model)
+    if objects.augmentation is not None:
+        names["augmentation"] = _augmentation_name(objects.augmentation, dataset)
+    return names
+
+
+def _data_name(dataset: Dataset) -> str:
     """Return the name of a data set, with a digest of its examples, users and indices."""
     return f"{dataset.name}-{dataset.full_fingerprint[:NUM_DIGITS]}"
 
 
-def network_name(network: Network, text: str, dataset: Dataset, model: Model | None = None) -> str:
+def _network_name(network: Network, text: str, dataset: Dataset, model: Model | None = None) -> str:
     """Return the name of a user's network: of a class or function the same for all seeds.
 
     Args:
@@ -55,7 +88,7 @@ def network_name(network: Network, text: str, dataset: Dataset, model: Model | N
     return _name(network, text + _coarse(numbers))
 
 
-def augmentation_name(augmentation: Augmentation, dataset: Dataset) -> str:
+def _augmentation_name(augmentation: Augmentation, dataset: Dataset) -> str:
     """Return the name of a user's augmentation, the same for all seeds.
 
     Args:

@@ -17,9 +17,10 @@ from fedcog.models.tokens import accept_embeddings, takes_tokens
 from fedcog.models.zoo import build, is_network_name
 from fedcog.runs.config.composition import algorithm_name
 from fedcog.runs.config.experiment import Experiment
+from fedcog.runs.config.user_objects import check_runnable
 from fedcog.runs.records.checkpoint import Checkpoint
 from fedcog.runs.records.run_directory import RecordError, RunDirectory, runs_below
-from fedcog.runs.setup import check_runnable, make_privacy
+from fedcog.runs.setup import make_privacy
 
 if TYPE_CHECKING:
     from pandas import DataFrame

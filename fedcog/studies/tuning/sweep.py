@@ -21,7 +21,9 @@ from fedcog.data import DATASETS, Dataset
 from fedcog.models.initialization import Network
 from fedcog.runs.config.composition import algorithm_name, named_layers
 from fedcog.runs.config.experiment import Experiment
+from fedcog.runs.config.object_names import object_names
 from fedcog.runs.config.user_code import describe_network, user_source
+from fedcog.runs.config.user_objects import UserObjects, check_seeds
 from fedcog.runs.experiment_data import (
     adapt_dataset,
     data_settings,
@@ -32,7 +34,7 @@ from fedcog.runs.records.recorded_run import Run, read
 from fedcog.runs.records.run_directory import RecordError, RunDirectory, write_file
 from fedcog.runs.records.summary import Group
 from fedcog.runs.runner import Callback, with_user_objects
-from fedcog.runs.setup import UserObjects, check_seeds, load_data, object_names
+from fedcog.runs.setup import load_data
 from fedcog.studies import job_planning
 from fedcog.studies.job_queue import JobQueue
 from fedcog.studies.result_store import Job, Result, Results

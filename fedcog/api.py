@@ -120,16 +120,15 @@ def run(
         **keywords: `data`, `model`, `generator`: your own objects instead of what the experiment
             names. `model` is a class or function, which starts from the experiment's seed and is
             called with `num_classes` and `input_shape` if it names them as parameters, or an
-            instance, whose weights are the start. `augmentation`: a
-            function of (x, random) that returns the training examples of a batch changed; see
-            `docs/howto/augmentation.md`. `resume`: continue the
-            run in the directory after its last checkpoint; a finished one is only read. `report`:
-            write report.html (default). `callbacks`: functions of (experiment, line), called after
-            every round. `should_stop`: asked after every round; if true, the run stops with
-            `Interrupted`. `track`: trackers, which change no result. `metrics`: functions of
-            logits and labels by name, recorded after every evaluated round. `command`: the command
-            line to record. `progress`: whether to show progress on stderr; by default on a
-            terminal and in a notebook only.
+            instance, whose weights are the start. `augmentation`: a function of (x, random) that
+            returns the changed training examples of a batch; see `docs/howto/augmentation.md`.
+            `resume`: continue the run in the directory after its last checkpoint; a finished one is
+            only read. `report`: write report.html (default). `callbacks`: functions of
+            (experiment, line), called after every round. `should_stop`: asked after every round; if
+            true, the run stops with `Interrupted`. `track`: trackers, which change no result.
+            `metrics`: functions of logits and labels by name, recorded after every evaluated round.
+            `command`: the command line to record. `progress`: whether to show progress on stderr;
+            by default on a terminal and in a notebook only.
 
     Returns:
         The recorded run.

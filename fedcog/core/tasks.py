@@ -31,11 +31,11 @@ SCORE_KEYS = (
 """Keys of `rounds.jsonl` that hold scores between 0 and 1."""
 
 FORMER_KEYS = {f"personal_{name}": f"label_mix_{name}" for name in METRIC_LABELS}
-"""Keys of older lines, and of result files, by what they were renamed to."""
+"""Current keys of `rounds.jsonl`, by the keys of older lines and of result files."""
 
 
 def with_current_keys(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a line of `rounds.jsonl` with the keys that older versions had renamed."""
+    """Return a line of `rounds.jsonl` with current keys in place of those of older versions."""
     return {FORMER_KEYS.get(name, name): value for name, value in line.items()}
 
 

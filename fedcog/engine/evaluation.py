@@ -24,7 +24,8 @@ class ClientResults(NamedTuple):
     Attributes:
         class_stats: Class statistics, `(K, ..., C)`.
         calibration: Calibration statistics `(K, 3, bins)`, if asked for.
-        values: The user's metrics by name, `(K,)`; NaN for clients without test examples.
+        values: The user's metrics by name, `(K,)`; NaN for clients without test examples or for
+            which the metric is not defined, infinity where logits are not finite.
     """
 
     class_stats: Tensor
@@ -199,7 +200,10 @@ def _client_values(functions: MetricFunctions, logits: Tensor, tests: LocalTests
     found = {name: torch.full((len(sizes),), torch.nan).double() for name in functions}
     parts = zip(torch.split(logits, sizes), torch.split(tests.y, sizes), strict=True)
     for client_id, (own_logits, own_labels) in enumerate(parts):
-        if sizes[client_id]:
+        if sizes[client_id] and not bool(own_logits.isfinite().all()):
+            for name in functions:  # NaN would mean that the metric is not defined here
+                found[name][client_id] = torch.inf
+        elif sizes[client_id]:
             for name, value in evaluate_functions(functions, own_logits, own_labels).items():
                 found[name][client_id] = value
     return found

@@ -162,7 +162,9 @@ def test_shapes_are_numbers_or_one_sequence() -> None:
 
 
 @pytest.mark.parametrize("draw", [random.random, lambda: np.random.rand()])
-def test_hidden_random_numbers_are_always_found(tmp_path: Path, draw: Callable[[], float]) -> None:
+def test_hidden_random_numbers_are_found_where_calls_agree(
+    tmp_path: Path, draw: Callable[[], float]
+) -> None:
     """Calls may agree by chance; the state of the generator tells."""
 
     def rarely_flips(x: Tensor, keyed: KeyedRandom) -> Tensor:

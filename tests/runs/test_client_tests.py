@@ -14,8 +14,11 @@ from fedcog import ConfigError, Ditto, Experiment, FedAvg, FedCOG, FedRep
 from fedcog.cli.output import print_results
 from fedcog.data import registry, shifts
 from fedcog.data.datasets import DataWarning
+from fedcog.data.local_tests import LocalTests
+from fedcog.engine.evaluation import _client_values
 from fedcog.runs.config.user_objects import UserObjects
 from fedcog.runs.records.run_directory import RecordError, RunDirectory
+from fedcog.runs.scoring import _weighted_mean
 from fedcog.runs.setup import ExperimentSetup, split_dataset
 
 TINY = Experiment(
@@ -166,6 +169,15 @@ def test_own_metric_leaves_out_clients_for_which_it_is_not_defined(tmp_path: Pat
     assert len(calls) == len(tests["clients"]["ids"]) > 2
     assert tests["some"] == pytest.approx((0.1 * first + 0.2 * second) / (first + second))
     assert tests["clients"]["some"][:3] == [0.1, 0.2, None]
+
+
+def test_own_metric_is_not_recorded_where_logits_are_not_finite() -> None:
+    tests = LocalTests(torch.zeros(5, 2), torch.zeros(5).long(), torch.tensor([2, 0, 3]))
+    logits = torch.ones(5, 2)
+    logits[3] = math.nan
+    values = _client_values({"one": lambda logits, labels: 1.0}, logits, tests)["one"]
+    assert values[0] == 1 and values[1].isnan() and values[2].isinf()
+    assert math.isinf(_weighted_mean(values, tests.sizes))
 
 
 def top_one(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

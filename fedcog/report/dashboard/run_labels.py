@@ -55,12 +55,14 @@ def short_labels(runs: Sequence[tuple[int, str, Run | None]]) -> list[str]:
 def _told_apart(labels: Sequence[str], runs: Sequence[Run | None]) -> list[str]:
     """Replace equal labels by what differs among their runs, if anything does."""
     found = list(labels)
-    for label, count in Counter(labels).items():
-        rows = [row for row, other in enumerate(labels) if other == label and runs[row] is not None]
-        members = [run for row in rows if (run := runs[row]) is not None]
-        names = distinguishing_settings([_settings(run) for run in members])
-        if count > 1 and names:
-            for row, run in zip(rows, members, strict=True):
+    members: dict[str, dict[int, Run]] = {}
+    for row, (label, run) in enumerate(zip(labels, runs, strict=True)):
+        if run is not None:
+            members.setdefault(label, {})[row] = run
+    for alike in members.values():
+        names = distinguishing_settings([_settings(run) for run in alike.values()])
+        if names:
+            for row, run in alike.items():
                 text = _text(run, sorted(names, key=_rank), shows_algorithm=True)
                 found[row] = _cut(printable(text), MAX_LENGTH)
     return found

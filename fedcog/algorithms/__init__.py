@@ -3,24 +3,40 @@
 To add an algorithm: write its file, then add its class to `ALGORITHMS`.
 """
 
+from fedcog.algorithms.balanced_softmax import BalancedSoftmax
 from fedcog.algorithms.base import Algorithm
 from fedcog.algorithms.ditto import Ditto
+from fedcog.algorithms.fedacg import FedACG
 from fedcog.algorithms.fedadam import FedAdam
 from fedcog.algorithms.fedavg import FedAvg
 from fedcog.algorithms.fedavgm import FedAvgM
+from fedcog.algorithms.fedbabu import FedBABU
+from fedcog.algorithms.fedcm import FedCM
 from fedcog.algorithms.fedcog import FedCOG
+from fedcog.algorithms.feddc import FedDC
 from fedcog.algorithms.feddecorr import FedDecorr
 from fedcog.algorithms.feddyn import FedDyn
 from fedcog.algorithms.fedexp import FedExP
 from fedcog.algorithms.fedgen import FedGen
+from fedcog.algorithms.fedgkd import FedGKD
+from fedcog.algorithms.fedlc import FedLC
+from fedcog.algorithms.fedlesam import FedLESAM
 from fedcog.algorithms.fednova import FedNova
+from fedcog.algorithms.fedntd import FedNTD
+from fedcog.algorithms.fedper import FedPer
 from fedcog.algorithms.fedprox import FedProx
 from fedcog.algorithms.fedreg import FedReg
 from fedcog.algorithms.fedrep import FedRep
+from fedcog.algorithms.fedrs import FedRS
 from fedcog.algorithms.fedsam import FedSAM
+from fedcog.algorithms.fedsol import FedSOL
+from fedcog.algorithms.fedspeed import FedSpeed
+from fedcog.algorithms.feduv import FedUV
+from fedcog.algorithms.fedvls import FedVLS
 from fedcog.algorithms.heterofl import HeteroFL
 from fedcog.algorithms.moon import MOON
 from fedcog.algorithms.scaffold import SCAFFOLD
+from fedcog.algorithms.server_rule import ServerRule
 from fedcog.algorithms.types import (
     Batch,
     ClientContext,
@@ -43,6 +59,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedavgm": FedAvgM,
     "fedadam": FedAdam,
     "fedexp": FedExP,
+    "fedacg": FedACG,
     "fedprox": FedProx,
     "scaffold": SCAFFOLD,
     "moon": MOON,
@@ -54,6 +71,20 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedgen": FedGen,
     "fedrep": FedRep,
     "ditto": Ditto,
+    "balanced-softmax": BalancedSoftmax,
+    "fedlc": FedLC,
+    "fedrs": FedRS,
+    "fedntd": FedNTD,
+    "fedvls": FedVLS,
+    "feduv": FedUV,
+    "fedgkd": FedGKD,
+    "fedcm": FedCM,
+    "feddc": FedDC,
+    "fedspeed": FedSpeed,
+    "fedlesam": FedLESAM,
+    "fedsol": FedSOL,
+    "fedper": FedPer,
+    "fedbabu": FedBABU,
     "vhl": VHL,
     "fedcog": FedCOG,
     "heterofl": HeteroFL,
@@ -66,24 +97,39 @@ __all__ = [
     "SCAFFOLD",
     "VHL",
     "Algorithm",
+    "BalancedSoftmax",
     "Batch",
     "ClientContext",
     "Ditto",
     "Draw",
     "ExtraData",
+    "FedACG",
     "FedAdam",
     "FedAvg",
     "FedAvgM",
+    "FedBABU",
+    "FedCM",
     "FedCOG",
+    "FedDC",
     "FedDecorr",
     "FedDyn",
     "FedExP",
+    "FedGKD",
     "FedGen",
+    "FedLC",
+    "FedLESAM",
+    "FedNTD",
     "FedNova",
+    "FedPer",
     "FedProx",
+    "FedRS",
     "FedReg",
     "FedRep",
     "FedSAM",
+    "FedSOL",
+    "FedSpeed",
+    "FedUV",
+    "FedVLS",
     "FederationInit",
     "GeneratorConfig",
     "Gradient",
@@ -93,6 +139,7 @@ __all__ = [
     "RecordedAlgorithm",
     "RecordedWrapper",
     "Scope",
+    "ServerRule",
     "StepGradient",
     "Uplink",
     "Wrapper",

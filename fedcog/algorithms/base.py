@@ -12,7 +12,7 @@ axis, no loop over clients, no optimizer. The engine calls them in this order:
     outputs, data_loss, penalty             every local step; together they are local_loss
     local_grad, after_step
     client_update, client_model             after the last local step
-    server_update, server_model             every round, at the server
+    aggregate, server_update, server_model  every round, at the server
 """
 
 import difflib
@@ -83,6 +83,8 @@ class Algorithm:
         needs_sgd: Whether it derives the mean gradient from the change of the parameters.
         sends_coverage: Whether payloads reveal which parts of the model a client has.
         is_wrapper: Whether it wraps another algorithm, its `inner`.
+        implies_fedavg: Whether the name of this wrapper, alone, stands for it around FedAvg in
+            tables and records: `fedavgm`, but `fedavg+fedcog`.
         has_server_step: Whether a schedule may scale the server's update of the model; not so if
             other state follows the model.
         is_recorded: Whether it stands for a user's algorithm whose code is not available.
@@ -100,6 +102,7 @@ class Algorithm:
     needs_sgd: ClassVar[bool] = False
     sends_coverage: ClassVar[bool] = False
     is_wrapper: ClassVar[bool] = False
+    implies_fedavg: ClassVar[bool] = False
     has_server_step: ClassVar[bool] = True
     is_recorded: ClassVar[bool] = False
     payload_bounds: ClassVar[dict[str, float]] = {
@@ -201,12 +204,26 @@ class Algorithm:
         """
         return {"params": server["params"], "buffers": server["buffers"]}
 
+    def aggregate(self, total: State) -> State:
+        """Correct the sum of the payloads, so that delta / weight is the update to apply.
+
+        The engine passes the result to `server_update`. So rules for the mean, such as a median,
+        and rules for the step, such as server momentum, compose in any order.
+
+        Args:
+            total: Sum of the clients' payloads, key by key; `"per_client"` is stacked instead.
+
+        Returns:
+            The corrected sum.
+        """
+        return total
+
     def server_update(self, server: State, total: State, draws: State) -> State:
         """Update the server state from the sum of the payloads.
 
         Args:
             server: The server state before the round.
-            total: Sum of the clients' payloads, key by key; `"per_client"` is stacked instead.
+            total: Result of `aggregate`.
             draws: The random tensors of server scope.
 
         Returns:

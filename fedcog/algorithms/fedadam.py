@@ -5,7 +5,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from fedcog.algorithms.base import Algorithm
+from fedcog.algorithms.server_rule import ServerRule
 from fedcog.algorithms.types import FederationInit
 from fedcog.core import tree
 from fedcog.core.settings import setting
@@ -13,10 +13,10 @@ from fedcog.core.tree import State
 
 
 @dataclass(frozen=True)
-class FedAdam(Algorithm):
-    """FedAvg whose server treats the mean update as a gradient: Adam without bias correction.
+class FedAdam(ServerRule):
+    """Any algorithm, whose server treats the mean update as a gradient for Adam.
 
-    v starts at tau^2. `rule` selects Yogi, Adagrad or plain SGD instead. The authors tune lr; at 1
+    There is no bias correction, and v starts at tau^2. `rule` selects Yogi, Adagrad or plain SGD instead. The authors tune lr; at 1
     every weight would move by about 1.
     """
 
@@ -30,8 +30,10 @@ class FedAdam(Algorithm):
 
     def server_init(self, init: FederationInit) -> State:
         """Start with m = 0 and v = tau^2."""
-        square = tree.apply(lambda value: value.new_full(value.shape, self.tau**2), init.params)
-        return super().server_init(init) | {"mean": tree.zeros(init.params), "square": square}
+        server = self.inner.server_init(init)
+        params = server["params"]
+        square = tree.apply(lambda value: value.new_full(value.shape, self.tau**2), params)
+        return server | {"mean": tree.zeros(params), "square": square}
 
     def server_update(self, server: State, total: State, draws: State) -> State:
         """Move the model by lr * m / (sqrt(v) + tau).
@@ -45,7 +47,7 @@ class FedAdam(Algorithm):
         step = mean
         if self.rule != "sgd":
             step = tree.apply(lambda m, v: m / (v.sqrt() + self.tau), mean, square)
-        return super().server_update(server, total, draws) | {
+        return self.inner.server_update(server, total, draws) | {
             "params": tree.add(server["params"], tree.scale(self.lr, step)),
             "mean": mean,
             "square": square,

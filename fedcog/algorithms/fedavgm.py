@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from fedcog.algorithms.base import Algorithm
+from fedcog.algorithms.server_rule import ServerRule
 from fedcog.algorithms.types import FederationInit
 from fedcog.core import tree
 from fedcog.core.settings import setting
@@ -11,8 +11,8 @@ from fedcog.core.tree import State
 
 
 @dataclass(frozen=True)
-class FedAvgM(Algorithm):
-    """FedAvg with server momentum: v = beta v + mean update, and the model moves by v.
+class FedAvgM(ServerRule):
+    """Any algorithm, with server momentum: v = beta v + mean update, and the model moves by v.
 
     Several rules have this name; the plain one is the default. `damped` multiplies the mean update
     by 1 - beta, `nesterov` moves the model by the mean update + beta v.
@@ -23,7 +23,8 @@ class FedAvgM(Algorithm):
 
     def server_init(self, init: FederationInit) -> State:
         """Start with v = 0."""
-        return super().server_init(init) | {"velocity": tree.zeros(init.params)}
+        server = self.inner.server_init(init)
+        return server | {"velocity": tree.zeros(server["params"])}
 
     def server_update(self, server: State, total: State, draws: State) -> State:
         """Move the model by v.
@@ -37,7 +38,7 @@ class FedAvgM(Algorithm):
         step = velocity
         if self.variant == "nesterov":
             step = tree.add(update, tree.scale(self.beta, velocity))
-        return super().server_update(server, total, draws) | {
+        return self.inner.server_update(server, total, draws) | {
             "params": tree.add(server["params"], step),
             "velocity": velocity,
         }

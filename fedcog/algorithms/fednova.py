@@ -42,11 +42,7 @@ class FedNova(Algorithm):
             "length": client.weight * num_effective_steps,
         }
 
-    def server_update(self, server: State, total: State, draws: State) -> State:
-        """Multiply the mean of update / a by the mean of a.
-
-        Returns:
-            The server state after the round.
-        """
+    def aggregate(self, total: State) -> State:
+        """Multiply the sum of update / a by the mean of a."""
         delta = tree.scale(total["length"] / total["weight"], total["delta"])
-        return super().server_update(server, total | {"delta": delta}, draws)
+        return super().aggregate(total | {"delta": delta})

@@ -35,6 +35,7 @@ class HeteroFL(Wrapper):
 
     def __post_init__(self) -> None:
         """Refuse inner algorithms that need the full model at every client."""
+        super().__post_init__()
         if self.inner.needs_full_model:
             raise ConfigError(
                 [
@@ -83,12 +84,8 @@ class HeteroFL(Wrapper):
         buffers = _apply_mask({"buffers": payload["buffers"]}, masks)
         return state, payload | buffers | {"lacks": lacks}
 
-    def server_update(self, server: State, total: State, draws: State) -> State:
-        """Rescale sums as if every client had sent the mean of those that have a weight.
-
-        Returns:
-            The server state after the round.
-        """
+    def aggregate(self, total: State) -> State:
+        """Rescale sums as if every client had sent the mean of those that have a weight."""
         weight = total["weight"]
         min_weight = 1e-5 * weight  # rounding leaves less than this where no client has a weight
 
@@ -104,7 +101,7 @@ class HeteroFL(Wrapper):
             key: {name: _rescale(name, value) for name, value in total[key].items()}
             for key in ("delta", "buffers")
         }
-        return self.inner.server_update(server, rest | sums, draws)
+        return self.inner.aggregate(rest | sums)
 
 
 def _apply_mask(state: State, masks: Params) -> State:

@@ -36,6 +36,15 @@ class Wrapper(Algorithm):
 
     inner: Algorithm = field(default_factory=Algorithm)
 
+    def __post_init__(self) -> None:
+        """Refuse an inner algorithm that is none."""
+        if not isinstance(self.inner, Algorithm):
+            name = type(self).__name__
+            raise TypeError(
+                f"the first argument of {name} is the algorithm that it wraps, not {self.inner!r}: "
+                f"write {name}(FedProx()), and settings by name."
+            )
+
     @property
     def layers(self) -> tuple[Algorithm, ...]:
         """This algorithm and those inside it, outermost first."""
@@ -85,6 +94,10 @@ class Wrapper(Algorithm):
     def broadcast(self, server: State) -> State:
         """Call the inner hook."""
         return self.inner.broadcast(server)
+
+    def aggregate(self, total: State) -> State:
+        """Call the inner hook."""
+        return self.inner.aggregate(total)
 
     def server_update(self, server: State, total: State, draws: State) -> State:
         """Call the inner hook.

@@ -236,6 +236,7 @@ class Server:
             if self.privacy:
                 total = self.privacy.protect_sum(total, request.round)
             draws = self.backend.server_draws(self.algorithm, request.round)
+            total = self.algorithm.aggregate(total)
             server = self.algorithm.server_update(self.state, total, draws)
             server = self._scale_step(server, self.schedule.server_lr.factor(request.round))
         stopwatch.lap("server")

@@ -121,7 +121,8 @@ def payloads_add_up(algorithm: Algorithm) -> None:
     assert float(full["count"]) == 3, "a payload must hold 'count', 1 per client."
     draws = ToyFederation(algorithm).simulator.server_draws(algorithm, 1)
     states = [
-        tree.flatten(algorithm.server_update(server, payloads, draws)) for payloads in (full, split)
+        tree.flatten(algorithm.server_update(server, algorithm.aggregate(payloads), draws))
+        for payloads in (full, split)
     ]
     assert max_difference(*states) < TOLERANCE, "payloads summed in two parts give another result."
 
@@ -235,7 +236,7 @@ def nothing_is_written_in_place(algorithm: Algorithm) -> None:
     kept = {name: value.clone() for name, value in states.items()}
     result = toy.run_clients([0, 1, 2], 1, broadcast)
     draws = toy.simulator.server_draws(algorithm, 1)
-    algorithm.server_update(toy.server.state, result.total, draws)
+    algorithm.server_update(toy.server.state, algorithm.aggregate(result.total), draws)
     now = tree.flatten(broadcast)
     changed = [name for name, value in now.items() if not torch.equal(sent[name], value)]
     changed += [name for name, value in states.items() if not torch.equal(kept[name], value)]

@@ -12,9 +12,15 @@ AlgorithmClasses = Mapping[str, type[Algorithm]]
 
 
 def named_layers(algorithm: Algorithm) -> list[tuple[str, Algorithm]]:
-    """Return an algorithm and those inside it, outermost first, each with its name."""
+    """Return an algorithm and those inside it, outermost first, each with its name.
+
+    FedAvg inside a wrapper whose name implies it, such as fedavgm, is left out.
+    """
     names = {cls: name for name, cls in ALGORITHMS.items()}
-    return [(names.get(type(layer), layer.class_name), layer) for layer in algorithm.layers]
+    layers = list(algorithm.layers)
+    if len(layers) > 1 and layers[-2].implies_fedavg and type(layers[-1]) is Algorithm:
+        layers.pop()
+    return [(names.get(type(layer), layer.class_name), layer) for layer in layers]
 
 
 def algorithm_name(algorithm: Algorithm) -> str:

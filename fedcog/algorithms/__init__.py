@@ -15,6 +15,7 @@ from fedcog.algorithms.fedcm import FedCM
 from fedcog.algorithms.fedcog import FedCOG
 from fedcog.algorithms.feddc import FedDC
 from fedcog.algorithms.feddecorr import FedDecorr
+from fedcog.algorithms.feddisco import FedDisco
 from fedcog.algorithms.feddyn import FedDyn
 from fedcog.algorithms.fedexp import FedExP
 from fedcog.algorithms.fedgen import FedGen
@@ -33,10 +34,14 @@ from fedcog.algorithms.fedsol import FedSOL
 from fedcog.algorithms.fedspeed import FedSpeed
 from fedcog.algorithms.feduv import FedUV
 from fedcog.algorithms.fedvls import FedVLS
+from fedcog.algorithms.geometric_median import GeometricMedian
 from fedcog.algorithms.heterofl import HeteroFL
+from fedcog.algorithms.krum import Krum, MultiKrum
+from fedcog.algorithms.median import Median
 from fedcog.algorithms.moon import MOON
 from fedcog.algorithms.scaffold import SCAFFOLD
 from fedcog.algorithms.server_rule import ServerRule
+from fedcog.algorithms.trimmed_mean import TrimmedMean
 from fedcog.algorithms.types import (
     Batch,
     ClientContext,
@@ -85,8 +90,14 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedsol": FedSOL,
     "fedper": FedPer,
     "fedbabu": FedBABU,
+    "feddisco": FedDisco,
     "vhl": VHL,
     "fedcog": FedCOG,
+    "geometric-median": GeometricMedian,
+    "median": Median,
+    "trimmed-mean": TrimmedMean,
+    "krum": Krum,
+    "multi-krum": MultiKrum,
     "heterofl": HeteroFL,
 }
 """Algorithms by the name that the command line and settings files use."""
@@ -112,6 +123,7 @@ __all__ = [
     "FedCOG",
     "FedDC",
     "FedDecorr",
+    "FedDisco",
     "FedDyn",
     "FedExP",
     "FedGKD",
@@ -132,15 +144,20 @@ __all__ = [
     "FedVLS",
     "FederationInit",
     "GeneratorConfig",
+    "GeometricMedian",
     "Gradient",
     "HeteroFL",
+    "Krum",
     "LocalWork",
     "Loss",
+    "Median",
+    "MultiKrum",
     "RecordedAlgorithm",
     "RecordedWrapper",
     "Scope",
     "ServerRule",
     "StepGradient",
+    "TrimmedMean",
     "Uplink",
     "Wrapper",
 ]

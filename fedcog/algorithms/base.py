@@ -12,6 +12,7 @@ axis, no loop over clients, no optimizer. The engine calls them in this order:
     outputs, data_loss, penalty             every local step; together they are local_loss
     local_grad, after_step
     client_update, client_model             after the last local step
+    resum_broadcast, resum_payload          as often as num_resums, at the server and the clients
     aggregate, server_update, server_model  every round, at the server
 """
 
@@ -87,6 +88,7 @@ class Algorithm:
             tables and records: `fedavgm`, but `fedavg+fedcog`.
         has_server_step: Whether a schedule may scale the server's update of the model; not so if
             other state follows the model.
+        applies_mean: Whether the server applies the weighted mean of the clients' updates.
         is_recorded: Whether it stands for a user's algorithm whose code is not available.
         payload_bounds: Upper bound on the absolute values of each part of the payload, by key.
             Secure aggregation quantizes within these bounds.
@@ -104,6 +106,7 @@ class Algorithm:
     is_wrapper: ClassVar[bool] = False
     implies_fedavg: ClassVar[bool] = False
     has_server_step: ClassVar[bool] = True
+    applies_mean: ClassVar[bool] = True
     is_recorded: ClassVar[bool] = False
     payload_bounds: ClassVar[dict[str, float]] = {
         "delta": 64.0,
@@ -203,6 +206,34 @@ class Algorithm:
             What clients receive: at least `"params"` and `"buffers"`.
         """
         return {"params": server["params"], "buffers": server["buffers"]}
+
+    @property
+    def num_resums(self) -> int:
+        """The number of further sums over the same clients that a round needs."""
+        return 0
+
+    def resum_broadcast(self, total: State) -> State:
+        """Select what clients need to compute their part of the next sum.
+
+        Args:
+            total: The last sum.
+
+        Returns:
+            What the server sends for it.
+        """
+        return {}
+
+    def resum_payload(self, payload: State, broadcast: State) -> State:
+        """Compute a client's part of the next sum from its last one.
+
+        Args:
+            payload: What the client sent last.
+            broadcast: Result of `resum_broadcast`.
+
+        Returns:
+            The new values of some parts of the payload. The others are not sent again.
+        """
+        return {}
 
     def aggregate(self, total: State) -> State:
         """Correct the sum of the payloads, so that delta / weight is the update to apply.

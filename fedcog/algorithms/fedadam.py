@@ -16,8 +16,8 @@ from fedcog.core.tree import State
 class FedAdam(ServerRule):
     """Any algorithm, whose server treats the mean update as a gradient for Adam.
 
-    There is no bias correction, and v starts at tau^2. `rule` selects Yogi, Adagrad or plain SGD instead. The authors tune lr; at 1
-    every weight would move by about 1.
+    There is no bias correction, and v starts at tau^2. `rule` selects Yogi, Adagrad or plain SGD
+    instead. The authors tune lr; at 1 every weight would move by about 1.
     """
 
     rule: Literal["adam", "yogi", "adagrad", "sgd"] = setting("adam", "server optimizer")

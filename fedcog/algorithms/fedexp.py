@@ -15,10 +15,11 @@ from fedcog.core.tree import Params, State
 class FedExP(ServerRule):
     """Any algorithm, with a server step size that grows as the clients' updates disagree.
 
-    The step size is max(1, mean |update|^2 / (2 (|mean update|^2 + epsilon))). Published for 20 local steps. With hundreds, updates are long and nearly orthogonal, and the
-    step size grows until training is unstable, as the FedCOG paper reports. The step size is
-    recorded every round. The authors evaluate the mean of the last two models, which hides half of
-    the oscillation; `average` does the same.
+    The step size is max(1, mean |update|^2 / (2 (|mean update|^2 + epsilon))). Published for 20
+    local steps. With hundreds, updates are long and nearly orthogonal, and the step size grows
+    until training is unstable, as the FedCOG paper reports. It is recorded every round. The authors
+    evaluate the mean of the last two models, which hides half of the oscillation; `average` does
+    the same.
     """
 
     epsilon: float = setting(

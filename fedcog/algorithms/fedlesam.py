@@ -1,6 +1,7 @@
 """FedLESAM (Fan et al., ICML 2024): sharpness-aware steps from the change of the global model."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -22,7 +23,7 @@ class FedLESAM(Wrapper):
     one scalar.
     """
 
-    implies_fedavg = True
+    implies_fedavg: ClassVar[bool] = True
     rho: float = setting(0.1, "L2 norm of the perturbation; 0 changes nothing", ">= 0")
 
     def client_init(self, broadcast: State) -> State:

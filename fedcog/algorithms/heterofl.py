@@ -36,13 +36,15 @@ class HeteroFL(Wrapper):
     def __post_init__(self) -> None:
         """Refuse inner algorithms that need the full model at every client."""
         super().__post_init__()
-        if self.inner.needs_full_model:
-            raise ConfigError(
-                [
-                    "heterofl wraps algorithms whose clients send the model's update and nothing "
-                    "else of its size, so not scaffold, feddyn, fedgen or vhl: choose another."
-                ]
-            )
+        for layer in self.inner.layers:
+            if layer.needs_full_model:
+                raise ConfigError(
+                    [
+                        f"heterofl goes around algorithms that work with parts of the model, and "
+                        f"{layer.class_name.lower()} needs all of it at every client: choose "
+                        "another algorithm."
+                    ]
+                )
 
     @property
     def payload_bounds(self) -> dict[str, float]:  # type: ignore[override]

@@ -70,6 +70,11 @@ class Wrapper(Algorithm):
         return self.inner.needs_full_model
 
     @property
+    def applies_mean(self) -> bool:  # type: ignore[override]
+        """Whether the inner server applies the mean."""
+        return self.inner.applies_mean
+
+    @property
     def generator_config(self) -> GeneratorConfig:
         """The inner generator."""
         return self.inner.generator_config
@@ -94,6 +99,19 @@ class Wrapper(Algorithm):
     def broadcast(self, server: State) -> State:
         """Call the inner hook."""
         return self.inner.broadcast(server)
+
+    @property
+    def num_resums(self) -> int:
+        """The inner number of further sums."""
+        return self.inner.num_resums
+
+    def resum_broadcast(self, total: State) -> State:
+        """Call the inner hook."""
+        return self.inner.resum_broadcast(total)
+
+    def resum_payload(self, payload: State, broadcast: State) -> State:
+        """Call the inner hook."""
+        return self.inner.resum_payload(payload, broadcast)
 
     def aggregate(self, total: State) -> State:
         """Call the inner hook."""

@@ -26,6 +26,8 @@ class CohortResult(NamedTuple):
             they were not evaluated.
         artifacts: Artifacts of the first client.
         timings: Seconds per part.
+        payloads: Every client's payload, stacked, in place of the total; empty unless the round
+            keeps payloads.
     """
 
     states: State
@@ -37,6 +39,7 @@ class CohortResult(NamedTuple):
     class_stats: Tensor | None
     artifacts: Params
     timings: Timings
+    payloads: State = {}  # noqa: RUF012 - never written to
 
 
 def join_single_clients(results: list[CohortResult]) -> CohortResult:
@@ -68,4 +71,5 @@ def join_cohorts(results: Sequence[CohortResult]) -> CohortResult:
         class_stats=torch.cat(class_stats) if class_stats else None,
         artifacts=next((one.artifacts for one in results if one.artifacts), {}),
         timings=Timings.concatenate([one.timings for one in results]),
+        payloads=tree.concatenate([one.payloads for one in results]),
     )

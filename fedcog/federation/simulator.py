@@ -123,8 +123,27 @@ class Simulator:
 
     def run_round(self, request: RoundRequest) -> RoundResult:
         """Train the clients of a round here."""
-        result, new_states = self.train(request.spec, request.client_ids)
+        num_resums = request.algorithm.num_resums
+        spec = request.spec._replace(keep_payloads=num_resums > 0)
+        result, new_states = self.train(spec, request.client_ids)
+        if num_resums:
+            result = result._replace(total=self._sum_repeatedly(request.algorithm, result))
         return self.round_result(request.client_ids, result, new_states)
+
+    def _sum_repeatedly(self, algorithm: Algorithm, result: CohortResult) -> State:
+        """Sum the payloads, and as often again as the algorithm needs it."""
+        is_finite = result.update_finite.tolist()
+        rows = [row for row, finite in enumerate(is_finite) if finite]
+        payloads = [tree.take(result.payloads, row) for row in rows or range(len(is_finite))]
+        summed = [True] * len(payloads)
+        total = self.cohort.sum_payloads(payloads, summed)
+        for _ in range(algorithm.num_resums):
+            broadcast = algorithm.resum_broadcast(total)
+            payloads = [
+                payload | algorithm.resum_payload(payload, broadcast) for payload in payloads
+            ]
+            total = self.cohort.sum_payloads(payloads, summed)
+        return total
 
     def keep_states(self, result: RoundResult, is_finite: Sequence[bool]) -> None:
         """Store the clients' new states.
@@ -488,6 +507,7 @@ def run_stacked_round(
     num_clients = sum(len(request.client_ids) for request in requests)
     can_stack = (
         len(requests) > 1
+        and not requests[0].algorithm.num_resums
         and len(first.device_types) == 1
         and first.cohort.config.mapping != "loop"
         and first.cohort.chunk_size(num_clients) == num_clients

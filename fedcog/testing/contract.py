@@ -3,7 +3,7 @@
 import dataclasses
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from fedcog.algorithms import Algorithm, FedCOG
 from fedcog.core import settings, tree
 from fedcog.core.tree import Params, State
 from fedcog.engine.aggregation import add_totals
-from fedcog.federation.backend import RoundRequest, RoundResult
+from fedcog.engine.cohort import RoundSpec
+from fedcog.engine.cohort_results import CohortResult, join_cohorts
 from fedcog.federation.simulator import Simulator
 from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.environment import torch_settings
@@ -88,33 +89,22 @@ class _OneByOne(Simulator):
     def __init__(self, simulator: Simulator) -> None:
         vars(self).update(vars(simulator))
 
-    def run_round(self, request: RoundRequest) -> RoundResult:
-        """Train clients one by one, and join their results."""
-        results = [
-            super(_OneByOne, self).run_round(request._replace(client_ids=[client_id]))
-            for client_id in request.client_ids
-        ]
-        findings = [result.findings for result in results if result.findings is not None]
-        joined = tree.concatenate([one.to_tree() for one in findings])
-        return dataclasses.replace(
-            results[0],
-            client_ids=request.client_ids,
-            total=add_totals([result.total for result in results]),
-            findings=type(findings[0]).from_tree(joined),
-            new_states=[state for result in results for state in result.new_states],
-        )
+    def train(self, spec: RoundSpec, client_ids: Sequence[int]) -> tuple[CohortResult, list[State]]:
+        """Train clients one by one, and join their results.
+
+        Returns:
+            The joined result without states, and each client's new state.
+        """
+        trained = [super(_OneByOne, self).train(spec, [client_id]) for client_id in client_ids]
+        new_states = [state for _, states in trained for state in states]
+        return join_cohorts([result for result, _ in trained]), new_states
 
 
 def payloads_add_up(algorithm: Algorithm) -> None:
     """Check that one sum over all clients equals the sum of two partial sums for the server."""
     server = ToyFederation(algorithm, rounds=1).server.state
-    broadcast = algorithm.broadcast(server)
-
-    def total(client_ids: list[int]) -> State:
-        return ToyFederation(algorithm).run_clients(client_ids, 1, broadcast).total
-
-    full = total([0, 1, 2])
-    split = add_totals([total([0]), total([1, 2])])
+    full = _sum_in_parts(algorithm, server, [[0, 1, 2]])
+    split = _sum_in_parts(algorithm, server, [[0], [1, 2]])
     assert ("per_client" in full) == (algorithm.uplink == "per_client"), (
         "a payload has a 'per_client' part if and only if uplink says so."
     )
@@ -125,6 +115,33 @@ def payloads_add_up(algorithm: Algorithm) -> None:
         for payloads in (full, split)
     ]
     assert max_difference(*states) < TOLERANCE, "payloads summed in two parts give another result."
+
+
+def _sum_in_parts(algorithm: Algorithm, server: State, parts: list[list[int]]) -> State:
+    """Return the sum of the clients' payloads of round 2, as a sum of partial sums."""
+    simulator = ToyFederation(algorithm).simulator
+    spec = RoundSpec(algorithm, algorithm.broadcast(server), 1, 0.05, False, keep_payloads=True)
+    payloads = {}
+    for client_ids in parts:
+        result, _ = simulator.train(spec, client_ids)
+        for row, client_id in enumerate(client_ids):
+            payloads[client_id] = tree.take(result.payloads, row)
+
+    def total() -> State:
+        return add_totals(
+            [
+                simulator.cohort.sum_payloads([payloads[id] for id in ids], [True] * len(ids))
+                for ids in parts
+            ]
+        )
+
+    last = total()
+    for _ in range(algorithm.num_resums):
+        broadcast = algorithm.resum_broadcast(last)
+        for client_id, payload in payloads.items():
+            payloads[client_id] = payload | algorithm.resum_payload(payload, broadcast)
+        last = total()
+    return last
 
 
 def resume_is_exact(algorithm: Algorithm) -> None:
@@ -177,9 +194,10 @@ def absent_clients_keep_state(algorithm: Algorithm) -> None:
 def one_pass_moves_statistics(algorithm: Algorithm) -> None:
     """Check that a local step moves BatchNorm's statistics as FedAvg's does: by one pass.
 
-    Algorithms of which a client trains only a part of the model have other statistics.
+    Algorithms of which a client trains only a part of the model have other statistics, and so have
+    those whose server applies something else than the clients' mean.
     """
-    if algorithm.sends_coverage:
+    if algorithm.sends_coverage or not algorithm.applies_mean:
         return
     one_step: dict[str, Any] = {"sizes": (20,), "steps": 1, "rounds": 1}
     buffers = []

@@ -18,6 +18,7 @@ from fedcog.algorithms import (
     FedCOG,
     FedDC,
     FedDecorr,
+    FedDisco,
     FedDyn,
     FedExP,
     FedGen,
@@ -36,7 +37,12 @@ from fedcog.algorithms import (
     FedSpeed,
     FedUV,
     FedVLS,
+    GeometricMedian,
     HeteroFL,
+    Krum,
+    Median,
+    MultiKrum,
+    TrimmedMean,
 )
 from fedcog.testing import FEDCOG
 
@@ -46,8 +52,9 @@ GEN = {"hidden": 7, "noise": 3, "steps": 4, "batch": 5, "lr": 0.01}
 VIRTUAL = {"virtual": 9, "temperature": 0.5}
 
 
-# Name -> (active settings, which change the result; neutral settings, which equal FedAvg).
-ACTIVE_AND_NEUTRAL: dict[str, tuple[Algorithm, Algorithm]] = {
+# Name -> (active settings, which change the result; neutral settings, which equal FedAvg; None if
+# there are none).
+ACTIVE_AND_NEUTRAL: dict[str, tuple[Algorithm, Algorithm | None]] = {
     "fedavg": (FedAvg(), FedAvg()),
     "fedavgm": (FedAvgM(beta=0.5), FedAvgM(beta=0.0)),
     "fedadam": (FedAdam(), FedAdam(rule="sgd", lr=1.0, beta1=0.0)),
@@ -81,6 +88,12 @@ ACTIVE_AND_NEUTRAL: dict[str, tuple[Algorithm, Algorithm]] = {
     "fedsol": (FedSOL(), FedSOL(rho=0.0)),
     "fedper": (FedPer(), FedPer(personal="none")),
     "fedbabu": (FedBABU(), FedBABU(frozen="none")),
+    "feddisco": (FedDisco(), FedDisco(a=0.0, b=0.0)),
+    "median": (Median(), None),
+    "trimmed-mean": (TrimmedMean(), TrimmedMean(trim=0)),
+    "krum": (Krum(attackers=0), None),
+    "multi-krum": (MultiKrum(attackers=0, keep=2), MultiKrum(attackers=0)),
+    "geometric-median": (GeometricMedian(), GeometricMedian(passes=0)),
     "vhl": (
         VHL(**VIRTUAL),
         VHL(**VIRTUAL, labels="shared", alpha=0.0, lambda_align=0.0, kappa=0.0),

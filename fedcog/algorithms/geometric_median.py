@@ -1,0 +1,70 @@
+"""Geometric median, RFA (Pillutla et al., IEEE TSP 2022, algorithm 2), by repeated sums."""
+
+from dataclasses import dataclass
+
+from fedcog.algorithms.mean_rule import UPDATE, MeanRule, scale_update
+from fedcog.algorithms.types import ClientContext, LocalWork
+from fedcog.core import tree
+from fedcog.core.settings import setting
+from fedcog.core.tree import Params, State
+
+
+@dataclass(frozen=True)
+class GeometricMedian(MeanRule):
+    """Any algorithm, whose server applies the geometric median of the clients' updates.
+
+    The median is approached by the smoothed Weiszfeld algorithm, from the weighted mean v: every
+    client weights its update by w / max(epsilon, |v - update|), and the weighted mean of these is
+    the next v. Each pass is a sum, so it works under secure aggregation: the server sends v and
+    sees sums only. A client that lies about its own weight is not found out. Distances are over all
+    parameters, without running statistics.
+    """
+
+    passes: int = setting(4, "number of passes; 0 is the weighted mean", ">= 0")
+    epsilon: float = setting(1e-5, "smallest distance that a weight is divided by", "> 0")
+
+    @property
+    def payload_bounds(self) -> dict[str, float]:  # type: ignore[override]
+        """The inner bounds, and those of weighted updates."""
+        scale = 1 / self.epsilon
+        bounds = self.inner.payload_bounds
+        weighted = {key: bounds[key] * scale for key in UPDATE}
+        return bounds | weighted | {"median_weight": scale}
+
+    @property
+    def num_resums(self) -> int:
+        """The number of passes."""
+        return self.passes
+
+    def client_update(
+        self, params: Params, client: ClientContext, work: LocalWork
+    ) -> tuple[State, State]:
+        """Start with the client's weight.
+
+        Returns:
+            (state, payload).
+        """
+        state, payload = self.inner.client_update(params, client, work)
+        return state, payload | {"median_weight": client.weight}
+
+    def resum_broadcast(self, total: State) -> State:
+        """Send v, the mean of the last pass."""
+        return {"center": tree.scale(1 / total["median_weight"], total["delta"])}
+
+    def resum_payload(self, payload: State, broadcast: State) -> State:
+        """Weight the update by w / max(epsilon, |v - update|).
+
+        Returns:
+            The weighted update and its weight.
+        """
+        last_weight = payload["median_weight"]
+        update = tree.scale(1 / last_weight, payload["delta"])
+        distance = tree.norm(tree.subtract(update, broadcast["center"]))
+        weight = payload["weight"] / distance.clamp(min=self.epsilon)
+        return scale_update(weight / last_weight, payload) | {"median_weight": weight}
+
+    def aggregate(self, total: State) -> State:
+        """Divide the weighted updates by the sum of their weights."""
+        factor = total["weight"] / total["median_weight"]
+        rest = {key: value for key, value in total.items() if key != "median_weight"}
+        return self.inner.aggregate(rest | scale_update(factor, total))

@@ -1,0 +1,67 @@
+"""Rules for the mean of the clients' updates, around any algorithm."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fedcog.algorithms.wrapper import Wrapper
+from fedcog.core import tree
+from fedcog.core.settings import ConfigError
+from fedcog.core.tree import State
+
+UPDATE = ("delta", "buffers")
+"""The parts of a payload that the rules replace the mean of."""
+
+
+@dataclass(frozen=True)
+class MeanRule(Wrapper):
+    """Base class of wrappers that replace the weighted mean of the clients' updates.
+
+    The rule applies to the change of the parameters and of the running statistics. What else an
+    inner algorithm sends, such as control variates, is summed as before.
+    """
+
+    def __post_init__(self) -> None:
+        """Refuse a second rule for the mean, and clients that train parts of the model."""
+        super().__post_init__()
+        own = type(self).__name__.lower()
+        for layer in self.inner.layers:
+            name = layer.class_name.lower()
+            if isinstance(layer, MeanRule):
+                raise ConfigError(
+                    [
+                        f"{own} replaces the mean of the clients' updates, and so does {name}: "
+                        "keep one of them."
+                    ]
+                )
+            if layer.sends_coverage:
+                raise ConfigError(
+                    [
+                        f"{own} compares whole updates, but clients of {name} train parts of the "
+                        "model: remove one of them."
+                    ]
+                )
+
+    @property
+    def applies_mean(self) -> bool:  # type: ignore[override]
+        """Whether the server applies the weighted mean of the clients' updates: it does not."""
+        return False
+
+    @property
+    def needs_full_model(self) -> bool:  # type: ignore[override]
+        """Whether it fails when some clients train only a part of the model: it does."""
+        return True
+
+
+def scale_update(factor: Tensor, payload: State) -> State:
+    """Multiply a client's update by a factor.
+
+    Args:
+        factor: A 0-d tensor.
+        payload: The client's payload.
+
+    Returns:
+        `"delta"` and `"buffers"`.
+    """
+    update = {key: payload[key] for key in UPDATE}
+    return tree.apply(lambda value: factor * value, update)

@@ -1,0 +1,47 @@
+"""Coordinate-wise trimmed mean (Yin et al., ICML 2018, definition 2)."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fedcog.algorithms.robust_rule import RobustRule, map_coordinates, sum_selected
+from fedcog.core.settings import ConfigError, setting
+from fedcog.core.tree import State
+
+
+@dataclass(frozen=True)
+class TrimmedMean(RobustRule):
+    """Any algorithm, whose server drops the largest and smallest values of every number.
+
+    The mean of the others counts clients alike, whatever their weights. With nothing dropped it is
+    the weighted mean.
+    """
+
+    trim: int = setting(
+        1, "number of clients dropped at either end, for every number; 0 is FedAvg", ">= 0"
+    )
+
+    def combine(self, updates: State, weights: Tensor) -> State:
+        """Return the total weight times the trimmed mean.
+
+        Returns:
+            `"delta"` and `"buffers"`.
+
+        Raises:
+            ConfigError: If no client would be left.
+        """
+        num_clients = len(weights)
+        if self.trim == 0:
+            return sum_selected(updates, weights, weights > 0)
+        if 2 * self.trim >= num_clients:
+            raise ConfigError(
+                [
+                    f"trimmed-mean.trim {self.trim} drops {2 * self.trim} of {num_clients} "
+                    "clients: lower it, or let more clients take part in a round."
+                ]
+            )
+        return map_coordinates(self._trimmed_mean, updates, weights)
+
+    def _trimmed_mean(self, values: Tensor) -> Tensor:
+        """Return the mean over the first dimension without the extreme values."""
+        return values.sort(0).values[self.trim : len(values) - self.trim].mean(0)

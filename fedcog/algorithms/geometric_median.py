@@ -8,6 +8,9 @@ from fedcog.core import tree
 from fedcog.core.settings import setting
 from fedcog.core.tree import Params, State
 
+MAX_WEIGHT = 64.0
+"""Bound on a client's weight, whose mean is near 1, under secure aggregation."""
+
 
 @dataclass(frozen=True)
 class GeometricMedian(MeanRule):
@@ -25,11 +28,11 @@ class GeometricMedian(MeanRule):
 
     @property
     def payload_bounds(self) -> dict[str, float]:  # type: ignore[override]
-        """The inner bounds, and those of weighted updates."""
-        scale = 1 / self.epsilon
+        """The inner bounds, those of the new weights, and of updates that are weighted by them."""
         bounds = self.inner.payload_bounds
-        weighted = {key: bounds[key] * scale for key in UPDATE}
-        return bounds | weighted | {"median_weight": scale}
+        weighted = {key: bounds[key] * MAX_WEIGHT for key in UPDATE}
+        own = {"median_weight": MAX_WEIGHT, "closeness": 1 / self.epsilon}
+        return bounds | weighted | own
 
     @property
     def num_resums(self) -> int:
@@ -45,26 +48,38 @@ class GeometricMedian(MeanRule):
             (state, payload).
         """
         state, payload = self.inner.client_update(params, client, work)
-        return state, payload | {"median_weight": client.weight}
+        update = tree.scale(1 / client.weight, payload["delta"])
+        closeness = client.weight / tree.norm(update).clamp(min=self.epsilon)
+        return state, payload | {"median_weight": client.weight, "closeness": closeness}
 
     def resum_broadcast(self, total: State) -> State:
-        """Send v, the mean of the last pass."""
-        return {"center": tree.scale(1 / total["median_weight"], total["delta"])}
+        """Send v, the mean of the last pass, and the mean distance from the one before.
+
+        The distance is the harmonic mean. All weights are multiplied by it, which changes no mean
+        and keeps them near 1.
+        """
+        center = tree.scale(1 / total["median_weight"], total["delta"])
+        return {"center": center, "distance": total["weight"] / total["closeness"]}
 
     def resum_payload(self, payload: State, broadcast: State) -> State:
         """Weight the update by w / max(epsilon, |v - update|).
 
         Returns:
-            The weighted update and its weight.
+            The weighted update and its weight, times the mean distance, and the weight as it is.
         """
         last_weight = payload["median_weight"]
         update = tree.scale(1 / last_weight, payload["delta"])
-        distance = tree.norm(tree.subtract(update, broadcast["center"]))
-        weight = payload["weight"] / distance.clamp(min=self.epsilon)
-        return scale_update(weight / last_weight, payload) | {"median_weight": weight}
+        distance = tree.norm(tree.subtract(update, broadcast["center"])).clamp(min=self.epsilon)
+        closeness = payload["weight"] / distance
+        weight = closeness * broadcast["distance"]
+        scaled = scale_update(weight / last_weight, payload)
+        return scaled | {"median_weight": weight, "closeness": closeness}
 
     def aggregate(self, total: State) -> State:
         """Divide the weighted updates by the sum of their weights."""
         factor = total["weight"] / total["median_weight"]
-        rest = {key: value for key, value in total.items() if key != "median_weight"}
+        rest = {key: value for key, value in total.items() if key not in _OWN_KEYS}
         return self.inner.aggregate(rest | scale_update(factor, total))
+
+
+_OWN_KEYS = ("median_weight", "closeness")

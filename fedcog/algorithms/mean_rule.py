@@ -63,5 +63,5 @@ def scale_update(factor: Tensor, payload: State) -> State:
     Returns:
         `"delta"` and `"buffers"`.
     """
-    update = {key: payload[key] for key in UPDATE}
+    update = {key: payload.get(key, {}) for key in UPDATE}
     return tree.apply(lambda value: factor * value, update)

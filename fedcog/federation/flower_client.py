@@ -1,7 +1,7 @@
 """The Flower client app: each node trains one client."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from fedcog.federation.flower_messages import (  # first: it configures Flower before its import
     ANSWER_RECORD,
@@ -12,6 +12,7 @@ from fedcog.federation.flower_messages import (  # first: it configures Flower b
     MAX_TEST_EXAMPLES,
     MODEL_RECORD,
     REQUEST_RECORD,
+    RESUM_KEY,
     NodeSetup,
     answer_state,
     evaluation_state,
@@ -30,7 +31,8 @@ from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFI
 from flwr.compat.common.recorddict_compat import fitres_to_recorddict
 from torch import Tensor
 
-from fedcog.core.tree import State
+from fedcog.core import tree
+from fedcog.core.tree import Params, State
 from fedcog.engine.aggregation import InvalidPayload, match_template
 from fedcog.engine.cohort import RoundSpec
 from fedcog.engine.cohort_results import CohortResult
@@ -81,6 +83,8 @@ def client_app(set_up: SetUp) -> ClientApp:
         if message.content.config_records[REQUEST_RECORD].get(EVALUATE_ONLY_KEY):
             evaluation = _evaluate_models(message, context, setup)
             return Message(_masked_evaluation(evaluation, setup), reply_to=message)
+        if message.content.config_records[REQUEST_RECORD].get(RESUM_KEY):
+            return Message(_resum_reply(message, context, setup), reply_to=message)
         client_id = int(context.node_config["partition-id"])
         spec = _read_spec(message, setup)
         privacy = simulator.cohort.privacy
@@ -95,9 +99,36 @@ def client_app(set_up: SetUp) -> ClientApp:
             reply = RecordDict({ANSWER_RECORD: to_array_record(answer)})
         saved = node_state.save(spec.round, before, after)
         context.state["kept"] = to_array_record(saved)
+        if setup.algorithm.num_resums:
+            content: State = {"round": torch.tensor(spec.round), "payload": result.total}
+            context.state["payload"] = to_array_record(content)
         return Message(reply, reply_to=message)
 
     return app
+
+
+def _resum_reply(message: Message, context: Context, setup: NodeSetup) -> RecordDict:
+    """Answer with this client's part of a further sum of the round."""
+    algorithm = setup.algorithm
+    round = int(cast(Any, message.content.config_records[REQUEST_RECORD]["round"]))
+    known: Params = {}
+    if "payload" in context.state:
+        known = from_array_record(context.state.array_records["payload"])
+    if not known or int(known.pop("round")) != round:
+        raise InvalidPayload(f"this node has no update of round {round + 1}.")
+    last: State = tree.unflatten(known)["payload"]
+    received = from_array_record(message.content.array_records[BROADCAST_RECORD])
+    broadcast = match_template(algorithm.resum_broadcast(last), received)
+    answer = algorithm.resum_payload(last, broadcast)
+    content: State = {"round": torch.tensor(round), "payload": last | answer}
+    context.state["payload"] = to_array_record(content)
+    if not setup.secure_scale:
+        return RecordDict({ANSWER_RECORD: to_array_record(answer)})
+    no_loss = torch.zeros(())
+    bounds = algorithm.payload_bounds
+    return _to_masked_record(
+        secure_aggregation.to_vector(answer, no_loss, bounds, setup.secure_scale)
+    )
 
 
 def _node_state(message: Message, context: Context, privacy: Privacy | None) -> NodeState:

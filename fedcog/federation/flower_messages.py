@@ -59,6 +59,8 @@ MODEL_RECORD = "model"
 """Name of the record with the weights to evaluate."""
 EVALUATE_ONLY_KEY = "evaluate-only"
 """Key of a masked request that asks for an evaluation instead of training."""
+RESUM_KEY = "resum"
+"""Key of a request for a client's part of a further sum of the round, counted from 1."""
 MAX_TEST_EXAMPLES = 2**16
 """Most test examples of a node: masked counts must have a bound."""
 MAX_EXTRA_BYTES = 2**16
@@ -198,12 +200,40 @@ def check_answer(record: Any, template: State, evaluate_local: bool) -> State:
         InvalidPayload: If its size, names, shapes, dtypes or weights are not as expected.
         NotFinite: If it contains NaN or infinity.
     """
-    if not isinstance(record, ArrayRecord):
-        raise InvalidPayload(f"the reply holds no arrays named '{ANSWER_RECORD}'.")
     template = dict(template)
     class_stats = template.pop("class_stats", None)
     if evaluate_local and class_stats is not None:
         template[CLASS_STATS_KEY] = class_stats
+    answer = _check_tensors(record, template)
+    weight = float(answer["total"]["weight"])
+    count = float(answer["total"].get("count", 1))
+    if not 0 < weight <= 1 or count != 1:
+        raise InvalidPayload(f"the answer counts as {count:g} clients of weight {weight:g}.")
+    return answer
+
+
+def read_part(reply: Message, template: State) -> State:
+    """Check form, size and finiteness of a node's part of a further sum, and return it.
+
+    Args:
+        reply: The reply.
+        template: The expected part, as meta tensors.
+
+    Returns:
+        The part, nested like the template.
+
+    Raises:
+        InvalidPayload: If the node failed, or its answer has another form or is not finite.
+    """
+    if reply.has_error():
+        raise InvalidPayload(failure_reason(reply))
+    return _check_tensors(reply.content.get(ANSWER_RECORD), template)
+
+
+def _check_tensors(record: Any, template: State) -> State:
+    """Return the arrays of a record, nested like a template, if they are finite and fit it."""
+    if not isinstance(record, ArrayRecord):
+        raise InvalidPayload(f"the reply holds no arrays named '{ANSWER_RECORD}'.")
     tensors = tree.flatten(template).values()
     max_bytes = sum(value.numel() * value.element_size() for value in tensors) + MAX_EXTRA_BYTES
     if record.count_bytes() > max_bytes:
@@ -213,10 +243,6 @@ def check_answer(record: Any, template: State, evaluate_local: bool) -> State:
     answer = match_template(template, from_array_record(record))
     if not is_finite(answer):
         raise NotFinite("the answer contains numbers that are not finite.")
-    weight = float(answer["total"]["weight"])
-    count = float(answer["total"].get("count", 1))
-    if not 0 < weight <= 1 or count != 1:
-        raise InvalidPayload(f"the answer counts as {count:g} clients of weight {weight:g}.")
     return answer
 
 

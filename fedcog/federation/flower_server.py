@@ -1,6 +1,7 @@
 """The Flower server app: the backend whose clients are Flower nodes."""
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import math
@@ -23,6 +24,7 @@ from fedcog.federation.flower_messages import (  # first: it configures Flower b
     MODEL_RECORD,
     QUERY,
     REQUEST_RECORD,
+    RESUM_KEY,
     TRAIN,
     NodeSetup,
     TrafficMeter,
@@ -31,6 +33,7 @@ from fedcog.federation.flower_messages import (  # first: it configures Flower b
     masked_counts,
     read_answer,
     read_evaluation,
+    read_part,
     summed_evaluation,
     to_array_record,
 )
@@ -135,6 +138,7 @@ class FlowerBackend:
             nodes = self._connected_nodes(request.client_ids)
             try:
                 result = aggregate(request, nodes, meter)
+                result = self._resum(request, result, nodes, meter)
                 break
             except NoAnswer as error:
                 all_offline = meter.unavailable and meter.unavailable == meter.failures.keys()
@@ -431,6 +435,92 @@ class FlowerBackend:
             refused=masked.refused,
         )
 
+    def _resum(
+        self,
+        request: RoundRequest,
+        result: RoundResult,
+        nodes: dict[int, int],
+        meter: TrafficMeter,
+    ) -> RoundResult:
+        """Add up the further sums that the algorithm needs, over the nodes that answered.
+
+        A node that fails now keeps its part in the first sum and has none in the further ones.
+        """
+        algorithm = request.algorithm
+        if not algorithm.num_resums:
+            return result
+        payload = self._setup.simulator.answer_template(algorithm, request.broadcast)["total"]
+        total = result.total
+        heard = {client_id: nodes[client_id] for client_id in result.client_ids}
+        refused: dict[int, str] = {}
+        for number in range(1, algorithm.num_resums + 1):
+            broadcast = algorithm.resum_broadcast(total)
+            config = {"round": request.round, "run": self._run, RESUM_KEY: number}
+            content = {
+                BROADCAST_RECORD: to_array_record(broadcast),
+                REQUEST_RECORD: ConfigRecord(cast(Any, config)),
+            }
+            on_meta = [tree.apply(_to_meta, state) for state in (payload, broadcast)]
+            template = algorithm.resum_payload(*on_meta)
+            collect = self._masked_part if self._setup.secure_scale else self._clear_part
+            part, failed = collect(content, template, heard, meter, request.round)
+            refused |= failed
+            heard = {id: node for id, node in heard.items() if id not in failed}
+            total = total | tree.to(part, self._setup.simulator.cohort.data.device)
+        for client_id, reason in sorted(refused.items()):
+            warnings.warn(
+                f"round {request.round + 1} weights the others without client {client_id}: "
+                f"{reason}",
+                stacklevel=3,
+            )
+        return dataclasses.replace(result, total=total)
+
+    def _clear_part(
+        self,
+        content: Messages,
+        template: State,
+        nodes: dict[int, int],
+        meter: TrafficMeter,
+        round: int,
+    ) -> tuple[State, dict[int, str]]:
+        """Add up what nodes send in clear; return it, and why others were refused."""
+        messages = [
+            Message(RecordDict(content), dst_node_id=node, message_type=TRAIN)
+            for node in nodes.values()
+        ]
+        client_of = {node: client_id for client_id, node in nodes.items()}
+        refused = dict.fromkeys(nodes, NO_REPLY)
+        parts: dict[int, State] = {}
+        for reply in meter.send_and_receive(messages, timeout=self._timeout):
+            client_id = client_of[meter.sender(reply)]
+            try:
+                parts[client_id] = read_part(reply, template)
+                del refused[client_id]
+            except InvalidPayload as error:
+                refused[client_id] = str(error)
+        if not parts:
+            raise NoAnswer(
+                f"no node gave a usable part of a further sum in round {round + 1}. "
+                f"{_listed(refused)}"
+            )
+        return add_totals([parts[client_id] for client_id in sorted(parts)]), refused
+
+    def _masked_part(
+        self,
+        content: Messages,
+        template: State,
+        nodes: dict[int, int],
+        meter: TrafficMeter,
+        round: int,
+    ) -> tuple[State, dict[int, str]]:
+        """Add up what nodes send by SecAgg+; return it, and why others were refused."""
+        masked = self._add_masked(content, nodes, round, template, meter)
+        bounds = self._setup.algorithm.payload_bounds
+        part, _ = secure_aggregation.from_vector(
+            masked.total, template, bounds, self._setup.secure_scale
+        )
+        return part, masked.refused
+
     def _connected_nodes(self, client_ids: list[int]) -> dict[int, int]:
         """Return the connected nodes by client.
 
@@ -658,6 +748,11 @@ def simulate(
                 "init_args": {"num_cpus": os.cpu_count() or 1},
             },
         )
+
+
+def _to_meta(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without data, with the same shape and dtype."""
+    return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
 def _listed(refused: dict[int, str]) -> str:

@@ -127,23 +127,8 @@ class Simulator:
         spec = request.spec._replace(keep_payloads=num_resums > 0)
         result, new_states = self.train(spec, request.client_ids)
         if num_resums:
-            result = result._replace(total=self._sum_repeatedly(request.algorithm, result))
+            result = result._replace(total=self.sum_repeatedly(request.algorithm, result))
         return self.round_result(request.client_ids, result, new_states)
-
-    def _sum_repeatedly(self, algorithm: Algorithm, result: CohortResult) -> State:
-        """Sum the payloads, and as often again as the algorithm needs it."""
-        is_finite = result.update_finite.tolist()
-        rows = [row for row, finite in enumerate(is_finite) if finite]
-        payloads = [tree.take(result.payloads, row) for row in rows or range(len(is_finite))]
-        summed = [True] * len(payloads)
-        total = self.cohort.sum_payloads(payloads, summed)
-        for _ in range(algorithm.num_resums):
-            broadcast = algorithm.resum_broadcast(total)
-            payloads = [
-                payload | algorithm.resum_payload(payload, broadcast) for payload in payloads
-            ]
-            total = self.cohort.sum_payloads(payloads, summed)
-        return total
 
     def keep_states(self, result: RoundResult, is_finite: Sequence[bool]) -> None:
         """Store the clients' new states.
@@ -358,6 +343,29 @@ class Simulator:
         result, (new_state,) = self.train_from(spec, {client_id: state})
         is_finite = bool(result.update_finite & result.state_finite)
         return result, new_state if is_finite else state
+
+    def sum_repeatedly(self, algorithm: Algorithm, result: CohortResult) -> State:
+        """Sum the payloads of a round, and as often again as the algorithm needs it.
+
+        Args:
+            algorithm: The algorithm.
+            result: Result of the round, with the clients' payloads.
+
+        Returns:
+            The last sum.
+        """
+        is_finite = result.update_finite.tolist()
+        rows = [row for row, finite in enumerate(is_finite) if finite]
+        payloads = [tree.take(result.payloads, row) for row in rows or range(len(is_finite))]
+        summed = [True] * len(payloads)
+        total = self.cohort.sum_payloads(payloads, summed)
+        for _ in range(algorithm.num_resums):
+            broadcast = algorithm.resum_broadcast(total)
+            payloads = [
+                payload | algorithm.resum_payload(payload, broadcast) for payload in payloads
+            ]
+            total = self.cohort.sum_payloads(payloads, summed)
+        return total
 
     def round_result(
         self, client_ids: Sequence[int], result: CohortResult, new_states: list[State]

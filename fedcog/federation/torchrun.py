@@ -94,7 +94,8 @@ class TorchrunBackend:
 
     def run_round(self, request: RoundRequest) -> RoundResult:
         """Train the clients of a round, each process its share."""
-        spec = request.spec
+        needs_payloads = request.algorithm.num_resums > 0
+        spec = request.spec._replace(keep_payloads=needs_payloads)
         states = {
             client_id: self._simulator.client_state(spec.algorithm, spec.broadcast, client_id)
             for client_id in request.client_ids
@@ -108,7 +109,7 @@ class TorchrunBackend:
             self._group.send(rank, _spec_message(spec) | {"states": own_states})
         result, new_states = self._train(spec, {id: states[id] for id in shares[0]})
         assert result is not None, "the leader's share is never empty"
-        total = self._sum(spec, result)
+        total = {} if needs_payloads else self._sum(spec, result)
         results = [result]
         for rank, share in enumerate(shares[1:], 1):
             answer = self._group.receive(rank)
@@ -127,6 +128,8 @@ class TorchrunBackend:
             ]
         )
         joined = join_cohorts([one._replace(total={}) for one in results])
+        if needs_payloads:
+            total = self._simulator.sum_repeatedly(request.algorithm, joined)
         joined = joined._replace(total=total | per_client, timings=result.timings)
         states_in_order = [new_states[client_id] for client_id in request.client_ids]
         return self._simulator.round_result(request.client_ids, joined, states_in_order)
@@ -207,6 +210,7 @@ class TorchrunBackend:
                 round=message["round"],
                 lr=message["lr"],
                 evaluate_local=message["evaluate_local"],
+                keep_payloads=message["keep_payloads"],
             )
             new_state = algorithm.client_init(broadcast)
             states = {
@@ -214,7 +218,8 @@ class TorchrunBackend:
                 for client_id, state in message["states"].items()
             }
             result, new_states = self._train(spec, states)
-            self._sum(spec, result)
+            if not spec.keep_payloads:
+                self._sum(spec, result)
             self._group.send(
                 0,
                 {
@@ -282,6 +287,7 @@ def _spec_message(spec: RoundSpec) -> State:
         "round": spec.round,
         "lr": spec.lr,
         "evaluate_local": spec.evaluate_local,
+        "keep_payloads": spec.keep_payloads,
     }
 
 

@@ -552,6 +552,11 @@ class Experiment:
                 "protects a sum: choose an algorithm whose uplink is a sum (fedcog list "
                 "algorithms)."
             )
+        if self.algorithm.num_resums:
+            yield (
+                f"{algorithm_name(self.algorithm)} weights the updates after they are clipped, and "
+                "so beyond what privacy accounts for: choose another rule for the mean."
+            )
         if self.selection != "uniform":
             yield (
                 "power-of-choice needs every client's loss in clear, which privacy forbids: set "

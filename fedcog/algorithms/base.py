@@ -212,6 +212,22 @@ class Algorithm:
         """The number of further sums over the same clients that a round needs."""
         return 0
 
+    @property
+    def withheld_parts(self) -> tuple[str, ...]:
+        """The parts of the payload that clients send for the first further sum, not before."""
+        return ()
+
+    def first_payload(self, payload: State) -> State:
+        """Leave out what clients withhold from the first sum.
+
+        Args:
+            payload: The payload that `client_update` returned.
+
+        Returns:
+            What the client sends first.
+        """
+        return {key: value for key, value in payload.items() if key not in self.withheld_parts}
+
     def resum_broadcast(self, total: State) -> State:
         """Select what clients need to compute their part of the next sum.
 

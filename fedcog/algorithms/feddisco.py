@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedcog.algorithms.mean_rule import MeanRule, scale_update
+from fedcog.algorithms.mean_rule import UPDATE, MeanRule, scale_update
 from fedcog.algorithms.types import ClientContext, LocalWork
 from fedcog.core.settings import setting
 from fedcog.core.tree import Params, State
@@ -43,6 +43,11 @@ class FedDisco(MeanRule):
     def num_resums(self) -> int:
         """The number of further sums: that of the weighted updates."""
         return 1
+
+    @property
+    def withheld_parts(self) -> tuple[str, ...]:
+        """The update: clients send it once, weighted."""
+        return UPDATE
 
     def client_update(
         self, params: Params, client: ClientContext, work: LocalWork

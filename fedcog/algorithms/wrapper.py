@@ -105,6 +105,11 @@ class Wrapper(Algorithm):
         """The inner number of further sums."""
         return self.inner.num_resums
 
+    @property
+    def withheld_parts(self) -> tuple[str, ...]:
+        """What the inner algorithm withholds."""
+        return self.inner.withheld_parts
+
     def resum_broadcast(self, total: State) -> State:
         """Call the inner hook."""
         return self.inner.resum_broadcast(total)

@@ -92,6 +92,10 @@ def client_app(set_up: SetUp) -> ClientApp:
         new_state = simulator.new_client_state(spec.algorithm, spec.broadcast, client_id)
         before = node_state.before_round(spec.round, new_state)
         result, after = simulator.train_client(spec, client_id, before)
+        if setup.algorithm.num_resums:
+            content: State = {"round": torch.tensor(spec.round), "payload": result.total}
+            context.state["payload"] = to_array_record(content)
+            result = result._replace(total=setup.algorithm.first_payload(result.total))
         if setup.secure_scale:
             reply = _masked_reply(result, setup)
         else:
@@ -99,9 +103,6 @@ def client_app(set_up: SetUp) -> ClientApp:
             reply = RecordDict({ANSWER_RECORD: to_array_record(answer)})
         saved = node_state.save(spec.round, before, after)
         context.state["kept"] = to_array_record(saved)
-        if setup.algorithm.num_resums:
-            content: State = {"round": torch.tensor(spec.round), "payload": result.total}
-            context.state["payload"] = to_array_record(content)
         return Message(reply, reply_to=message)
 
     return app

@@ -449,7 +449,7 @@ class FlowerBackend:
         algorithm = request.algorithm
         if not algorithm.num_resums:
             return result
-        payload = self._setup.simulator.answer_template(algorithm, request.broadcast)["total"]
+        payload = self._setup.simulator.payload_template(algorithm, request.broadcast)
         total = result.total
         heard = {client_id: nodes[client_id] for client_id in result.client_ids}
         refused: dict[int, str] = {}

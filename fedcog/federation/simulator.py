@@ -1,6 +1,7 @@
 """The backend that trains all clients on this machine."""
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -21,6 +22,7 @@ from fedcog.federation.backend import (
     ClientFindings,
     RoundRequest,
     RoundResult,
+    Traffic,
 )
 from fedcog.federation.client_sampling import LossOver
 from fedcog.federation.client_states import ClientStates
@@ -126,9 +128,29 @@ class Simulator:
         num_resums = request.algorithm.num_resums
         spec = request.spec._replace(keep_payloads=num_resums > 0)
         result, new_states = self.train(spec, request.client_ids)
-        if num_resums:
-            result = result._replace(total=self.sum_repeatedly(request.algorithm, result))
-        return self.round_result(request.client_ids, result, new_states)
+        if not num_resums:
+            return self.round_result(request.client_ids, result, new_states)
+        return self.resummed_result(request, result, new_states)
+
+    def resummed_result(
+        self, request: RoundRequest, result: CohortResult, new_states: list[State]
+    ) -> RoundResult:
+        """Return the result of a round whose algorithm needs further sums.
+
+        Args:
+            request: What the clients were asked.
+            result: What they computed, with their payloads.
+            new_states: What they keep.
+
+        Returns:
+            The result of the round, with what each client received and sent.
+        """
+        total, traffic = self.sum_repeatedly(request.algorithm, result)
+        summed = result._replace(total=total, payloads={})
+        received = tree.nbytes(request.broadcast) + traffic.received
+        traffic_of = dict.fromkeys(request.client_ids, Traffic(received, traffic.sent))
+        finished = self.round_result(request.client_ids, summed, new_states)
+        return dataclasses.replace(finished, traffic=traffic_of)
 
     def keep_states(self, result: RoundResult, is_finite: Sequence[bool]) -> None:
         """Store the clients' new states.
@@ -344,7 +366,7 @@ class Simulator:
         is_finite = bool(result.update_finite & result.state_finite)
         return result, new_state if is_finite else state
 
-    def sum_repeatedly(self, algorithm: Algorithm, result: CohortResult) -> State:
+    def sum_repeatedly(self, algorithm: Algorithm, result: CohortResult) -> tuple[State, Traffic]:
         """Sum the payloads of a round, and as often again as the algorithm needs it.
 
         Args:
@@ -352,20 +374,24 @@ class Simulator:
             result: Result of the round, with the clients' payloads.
 
         Returns:
-            The last sum.
+            The last sum, and what each client received after the broadcast and sent in all.
         """
         is_finite = result.update_finite.tolist()
         rows = [row for row, finite in enumerate(is_finite) if finite]
         payloads = [tree.take(result.payloads, row) for row in rows or range(len(is_finite))]
         summed = [True] * len(payloads)
-        total = self.cohort.sum_payloads(payloads, summed)
+        first = [algorithm.first_payload(payload) for payload in payloads]
+        total = self.cohort.sum_payloads(first, summed)
+        received = 0
+        sent = tree.nbytes(first[0])
         for _ in range(algorithm.num_resums):
             broadcast = algorithm.resum_broadcast(total)
-            payloads = [
-                payload | algorithm.resum_payload(payload, broadcast) for payload in payloads
-            ]
-            total = self.cohort.sum_payloads(payloads, summed)
-        return total
+            parts = [algorithm.resum_payload(payload, broadcast) for payload in payloads]
+            total = total | self.cohort.sum_payloads(parts, summed)
+            payloads = [last | part for last, part in zip(payloads, parts, strict=True)]
+            received += tree.nbytes(broadcast)
+            sent += tree.nbytes(parts[0])
+        return total, Traffic(received, sent)
 
     def round_result(
         self, client_ids: Sequence[int], result: CohortResult, new_states: list[State]
@@ -400,6 +426,19 @@ class Simulator:
             artifacts=result.artifacts,
         )
 
+    def payload_template(self, algorithm: Algorithm, broadcast: State) -> State:
+        """Return names, shapes and dtypes of one client's payload, as meta tensors.
+
+        Args:
+            algorithm: The algorithm.
+            broadcast: What the server sends.
+
+        Returns:
+            The payload as a sum of one, with what clients withhold from the first sum.
+        """
+        clients = self.clients(algorithm, broadcast, [0])
+        return self.cohort.payload_template(algorithm, broadcast, clients)
+
     def answer_template(self, algorithm: Algorithm, broadcast: State) -> State:
         """Return names, shapes and dtypes of one client's answer, as meta tensors.
 
@@ -412,11 +451,10 @@ class Simulator:
         """
         like = next(iter(broadcast["params"].values()))
         stats_shape = (1, *self.max_class_stats.shape)
-        clients = self.clients(algorithm, broadcast, [0])
         return {
             "loss": like.new_empty(1, device="meta"),
             "distance": like.new_empty(1, device="meta"),
-            "total": self.cohort.payload_template(algorithm, broadcast, clients),
+            "total": algorithm.first_payload(self.payload_template(algorithm, broadcast)),
             "class_stats": torch.empty(stats_shape, dtype=torch.int64, device="meta"),
         }
 

@@ -128,10 +128,10 @@ class TorchrunBackend:
             ]
         )
         joined = join_cohorts([one._replace(total={}) for one in results])
-        if needs_payloads:
-            total = self._simulator.sum_repeatedly(request.algorithm, joined)
         joined = joined._replace(total=total | per_client, timings=result.timings)
         states_in_order = [new_states[client_id] for client_id in request.client_ids]
+        if needs_payloads:
+            return self._simulator.resummed_result(request, joined, states_in_order)
         return self._simulator.round_result(request.client_ids, joined, states_in_order)
 
     def keep_states(self, result: RoundResult, is_finite: Sequence[bool]) -> None:

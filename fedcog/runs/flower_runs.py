@@ -202,7 +202,7 @@ def check_payload_bounds(setup: "NodeSetup", broadcast: State) -> None:
     """
     if not setup.secure_scale:
         return
-    template = setup.simulator.answer_template(setup.algorithm, broadcast)["total"]
+    template = setup.simulator.payload_template(setup.algorithm, broadcast)
     missing = secure_aggregation.undeclared_parts(template, setup.algorithm.payload_bounds)
     if missing:
         name = algorithm_name(setup.algorithm)

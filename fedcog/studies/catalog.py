@@ -201,7 +201,14 @@ def _exchange(algorithm: Algorithm) -> Exchange:
     client_state, payload = algorithm.client_update(
         algorithm.start_params(client), client, LocalWork(one, client.lr, client.lr)
     )
-    return Exchange(broadcast, payload, client_state)
+    sent = algorithm.first_payload(payload)
+    for number in range(algorithm.num_resums):
+        request = algorithm.resum_broadcast(payload)
+        answer = algorithm.resum_payload(payload, request)
+        broadcast = broadcast | {f"request {number}": request}
+        sent = sent | {f"answer {number}": answer}
+        payload = payload | answer
+    return Exchange(broadcast, sent, client_state)
 
 
 def _num_bytes(state: State) -> int:

@@ -127,21 +127,21 @@ def _sum_in_parts(algorithm: Algorithm, server: State, parts: list[list[int]]) -
         for row, client_id in enumerate(client_ids):
             payloads[client_id] = tree.take(result.payloads, row)
 
-    def total() -> State:
+    def sum_of(values: dict[int, State]) -> State:
         return add_totals(
             [
-                simulator.cohort.sum_payloads([payloads[id] for id in ids], [True] * len(ids))
+                simulator.cohort.sum_payloads([values[id] for id in ids], [True] * len(ids))
                 for ids in parts
             ]
         )
 
-    last = total()
+    total = sum_of({id: algorithm.first_payload(value) for id, value in payloads.items()})
     for _ in range(algorithm.num_resums):
-        broadcast = algorithm.resum_broadcast(last)
-        for client_id, payload in payloads.items():
-            payloads[client_id] = payload | algorithm.resum_payload(payload, broadcast)
-        last = total()
-    return last
+        broadcast = algorithm.resum_broadcast(total)
+        answers = {id: algorithm.resum_payload(value, broadcast) for id, value in payloads.items()}
+        total = total | sum_of(answers)
+        payloads = {id: value | answers[id] for id, value in payloads.items()}
+    return total
 
 
 def resume_is_exact(algorithm: Algorithm) -> None:

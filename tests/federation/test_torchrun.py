@@ -78,6 +78,7 @@ def assert_same_run(path: Path, expected_path: Path) -> None:
         (2, FEDCOG),
         # Two clients for three processes, and payloads that are not summed.
         (3, ["--algorithm", "fedgen", "--participation", "0.4"]),
+        (2, ["--algorithm", "feddisco"]),  # two sums in a round
     ],
 )
 def test_several_processes_match_one_process(

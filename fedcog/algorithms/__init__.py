@@ -5,6 +5,7 @@ To add an algorithm: write its file, then add its class to `ALGORITHMS`.
 
 from fedcog.algorithms.balanced_softmax import BalancedSoftmax
 from fedcog.algorithms.base import Algorithm
+from fedcog.algorithms.ccvr import CCVR
 from fedcog.algorithms.ditto import Ditto
 from fedcog.algorithms.fedacg import FedACG
 from fedcog.algorithms.fedadam import FedAdam
@@ -98,12 +99,14 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "trimmed-mean": TrimmedMean,
     "krum": Krum,
     "multi-krum": MultiKrum,
+    "ccvr": CCVR,
     "heterofl": HeteroFL,
 }
 """Algorithms by the name that the command line and settings files use."""
 
 __all__ = [
     "ALGORITHMS",
+    "CCVR",
     "MOON",
     "SCAFFOLD",
     "VHL",

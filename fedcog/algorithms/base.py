@@ -14,6 +14,7 @@ axis, no loop over clients, no optimizer. The engine calls them in this order:
     client_update, client_model             after the last local step
     resum_broadcast, resum_payload          as often as num_resums, at the server and the clients
     aggregate, server_update, server_model  every round, at the server
+    survey, use_survey                      before an evaluation, at all clients and the server
 """
 
 import difflib
@@ -294,6 +295,38 @@ class Algorithm:
         """
         updates = {key: total.get(key, {}) for key in ("delta", "buffers")}
         return tree.apply(lambda value: value / total["weight"], updates)
+
+    @property
+    def needs_survey(self) -> bool:
+        """Whether all clients are asked for a sum over their examples before an evaluation."""
+        return False
+
+    def survey(self, weights: Params, batch: Batch, model: Model) -> State:
+        """Compute a batch's part of a sum over the training examples of all clients.
+
+        Args:
+            weights: Parameters and buffers of the server's model.
+            batch: Some of a client's training examples: `"x"` and `"y"`.
+            model: The network.
+
+        Returns:
+            Tensors by name, which are added up over batches and clients.
+        """
+        return {}
+
+    def use_survey(self, server: State, total: State, draws: State, model: Model) -> State:
+        """Prepare the server's model for its evaluation.
+
+        Args:
+            server: The server state after the round.
+            total: Sum of what `survey` returned.
+            draws: The random tensors of survey scope.
+            model: The network.
+
+        Returns:
+            The server state, with the same keys and shapes.
+        """
+        return server
 
     def server_model(self, server: State) -> Params:
         """Return the weights to evaluate and deploy, parameters and buffers together."""

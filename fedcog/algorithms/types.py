@@ -21,7 +21,7 @@ returned has a batch of the same kind under its own name. `"draws"` holds the ra
 scope.
 """
 
-Scope = Literal["step", "client", "federation", "server"]
+Scope = Literal["step", "client", "federation", "server", "survey"]
 """How often a random tensor is drawn: see `Draw`."""
 
 Uplink = Literal["sum", "per_client"]
@@ -74,7 +74,8 @@ class Draw(NamedTuple):
         shape: Shape of the tensor. For kind `"examples"`, `(n,)`: the number of examples.
         scope: `"step"`: a new tensor for every local step, in `batch["draws"]`. `"client"`: one per
             client and round, passed to `generation_init`. `"server"`: one per round, passed to
-            `server_update`. `"federation"`: one for the whole run, the same at every client, passed
+            `server_update`. `"survey"`: one per evaluated round, passed to `use_survey`.
+            `"federation"`: one for the whole run, the same at every client, passed
             to `server_init` and `unpack_broadcast`.
         kind: `"normal"` (standard normal), `"uniform"` (between 0 and 1), or `"examples"`: a batch
             of the client's own training examples, without repetition until all were drawn.

@@ -130,6 +130,27 @@ class Wrapper(Algorithm):
         """
         return self.inner.server_update(server, total, draws)
 
+    @property
+    def needs_survey(self) -> bool:
+        """Whether the inner algorithm needs a survey."""
+        return self.inner.needs_survey
+
+    def survey(self, weights: Params, batch: Batch, model: Model) -> State:
+        """Call the inner hook.
+
+        Returns:
+            Tensors by name.
+        """
+        return self.inner.survey(weights, batch, model)
+
+    def use_survey(self, server: State, total: State, draws: State, model: Model) -> State:
+        """Call the inner hook.
+
+        Returns:
+            The server state.
+        """
+        return self.inner.use_survey(server, total, draws, model)
+
     def server_model(self, server: State) -> Params:
         """Call the inner hook."""
         return self.inner.server_model(server)

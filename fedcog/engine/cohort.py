@@ -245,7 +245,7 @@ class Cohort:
         return drawn
 
     def shared_draws(
-        self, algorithm: Algorithm, scope: Literal["federation", "server"], round: int = 0
+        self, algorithm: Algorithm, scope: Literal["federation", "server", "survey"], round: int = 0
     ) -> State:
         """Draw the random tensors of the whole federation, or of the server in a round.
 

@@ -218,6 +218,18 @@ class Backend(Protocol):
             One loss per client.
         """
 
+    def survey(self, algorithm: Algorithm, server: State, round: int) -> State:
+        """Let all clients help to prepare the server's model for its evaluation.
+
+        Args:
+            algorithm: The algorithm.
+            server: The server state after the round.
+            round: Current round, from 0.
+
+        Returns:
+            The server state; as it was, if too few clients can be reached.
+        """
+
     def evaluate_clients(
         self, algorithm: Algorithm, server: State, round: int
     ) -> ClientEvaluation | None:

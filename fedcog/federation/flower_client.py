@@ -13,6 +13,7 @@ from fedcog.federation.flower_messages import (  # first: it configures Flower b
     MODEL_RECORD,
     REQUEST_RECORD,
     RESUM_KEY,
+    SURVEY_KEY,
     NodeSetup,
     answer_state,
     evaluation_state,
@@ -85,6 +86,8 @@ def client_app(set_up: SetUp) -> ClientApp:
             return Message(_masked_evaluation(evaluation, setup), reply_to=message)
         if message.content.config_records[REQUEST_RECORD].get(RESUM_KEY):
             return Message(_resum_reply(message, context, setup), reply_to=message)
+        if message.content.config_records[REQUEST_RECORD].get(SURVEY_KEY):
+            return Message(_survey_reply(message, context, setup), reply_to=message)
         client_id = int(context.node_config["partition-id"])
         spec = _read_spec(message, setup)
         privacy = simulator.cohort.privacy
@@ -123,12 +126,29 @@ def _resum_reply(message: Message, context: Context, setup: NodeSetup) -> Record
     answer = algorithm.resum_payload(last, broadcast)
     content: State = {"round": torch.tensor(round), "payload": last | answer}
     context.state["payload"] = to_array_record(content)
+    return _part_reply(answer, setup)
+
+
+def _survey_reply(message: Message, context: Context, setup: NodeSetup) -> RecordDict:
+    """Answer with the sum of the algorithm's survey over this node's training examples."""
+    simulator = setup.simulator
+    if simulator.cohort.privacy is not None:
+        raise InvalidPayload("this node's examples are private: it answers no survey.")
+    template = setup.algorithm.server_model(simulator.init_server(setup.algorithm))
+    received = from_array_record(message.content.array_records[MODEL_RECORD])
+    weights = match_template(template, received)
+    client_id = int(context.node_config["partition-id"])
+    return _part_reply(simulator.survey_clients(setup.algorithm, weights, [client_id]), setup)
+
+
+def _part_reply(part: State, setup: NodeSetup) -> RecordDict:
+    """Encode this client's part of a sum, for Flower to mask if sums are masked."""
     if not setup.secure_scale:
-        return RecordDict({ANSWER_RECORD: to_array_record(answer)})
+        return RecordDict({ANSWER_RECORD: to_array_record(part)})
     no_loss = torch.zeros(())
-    bounds = algorithm.payload_bounds
+    bounds = setup.algorithm.payload_bounds
     return _to_masked_record(
-        secure_aggregation.to_vector(answer, no_loss, bounds, setup.secure_scale)
+        secure_aggregation.to_vector(part, no_loss, bounds, setup.secure_scale)
     )
 
 

@@ -61,6 +61,8 @@ EVALUATE_ONLY_KEY = "evaluate-only"
 """Key of a masked request that asks for an evaluation instead of training."""
 RESUM_KEY = "resum"
 """Key of a request for a client's part of a further sum of the round, counted from 1."""
+SURVEY_KEY = "survey"
+"""Key of a request for a sum over a client's training examples."""
 MAX_TEST_EXAMPLES = 2**16
 """Most test examples of a node: masked counts must have a bound."""
 MAX_EXTRA_BYTES = 2**16

@@ -25,6 +25,7 @@ from fedcog.federation.flower_messages import (  # first: it configures Flower b
     QUERY,
     REQUEST_RECORD,
     RESUM_KEY,
+    SURVEY_KEY,
     TRAIN,
     NodeSetup,
     TrafficMeter,
@@ -213,6 +214,41 @@ class FlowerBackend:
             NotImplementedError: Always.
         """
         raise NotImplementedError("Flower nodes do not report losses of the global model.")
+
+    def survey(self, algorithm: Algorithm, server: State, round: int) -> State:
+        """Survey all connected nodes, to prepare the server's model for its evaluation.
+
+        Args:
+            algorithm: The algorithm.
+            server: The server state after the round.
+            round: Current round, from 0.
+
+        Returns:
+            The server state; as it was, if too few nodes answered.
+        """
+        simulator = self._setup.simulator
+        weights = algorithm.server_model(server)
+        config = {"round": round, "run": self._run, SURVEY_KEY: True}
+        content = {
+            MODEL_RECORD: to_array_record(weights),
+            REQUEST_RECORD: ConfigRecord(cast(Any, config)),
+        }
+        nodes = self._connected_nodes(list(range(simulator.cohort.data.num_clients)))
+        template = simulator.survey_template(algorithm, weights)
+        collect = self._masked_part if self._setup.secure_scale else self._clear_part
+        meter = TrafficMeter(self._grid)
+        try:
+            total, refused = collect(content, template, nodes, meter, round)
+        except NoAnswer as error:
+            warnings.warn(f"round {round + 1} has no survey of the clients: {error}", stacklevel=2)
+            return server
+        for client_id, reason in sorted(refused.items()):
+            warnings.warn(
+                f"the survey of round {round + 1} is without client {client_id}: {reason}",
+                stacklevel=2,
+            )
+        on_device = tree.to(total, simulator.cohort.data.device)
+        return simulator.use_survey(algorithm, server, on_device, round)
 
     def evaluate_clients(
         self, algorithm: Algorithm, server: State, round: int

@@ -239,8 +239,10 @@ class Server:
             total = self.algorithm.aggregate(total)
             server = self.algorithm.server_update(self.state, total, draws)
             server = self._scale_step(server, self.schedule.server_lr.factor(request.round))
+            is_evaluated = self.schedule.is_evaluated(request.round)
+            if is_evaluated and self.algorithm.needs_survey:
+                server = self.backend.survey(self.algorithm, server, request.round)
         stopwatch.lap("server")
-        is_evaluated = self.schedule.is_evaluated(request.round)
         on_device: State = {
             "finite": is_finite(server),
             "readings": server.get("readings", {}),

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -15,6 +16,7 @@ from fedcog.core.metrics import FurtherMetrics
 from fedcog.core.tree import Params, State
 from fedcog.engine.cohort import Cohort, RoundSpec
 from fedcog.engine.cohort_results import CohortResult, join_cohorts
+from fedcog.engine.evaluation import BATCH_SIZE
 from fedcog.engine.local_training import CohortClients
 from fedcog.engine.stacking import StackedRun
 from fedcog.federation.backend import (
@@ -199,6 +201,20 @@ class Simulator:
             losses.append(self.cohort.evaluator.mean_loss(weights, index))
         return losses
 
+    def survey(self, algorithm: Algorithm, server: State, round: int) -> State:
+        """Survey all clients, to prepare the server's model for its evaluation.
+
+        Args:
+            algorithm: The algorithm.
+            server: The server state after the round.
+            round: Current round, from 0.
+
+        Returns:
+            The server state.
+        """
+        total = self.survey_clients(algorithm, algorithm.server_model(server))
+        return self.use_survey(algorithm, server, total, round)
+
     def evaluate_clients(self, algorithm: Algorithm, server: State, round: int) -> ClientEvaluation:
         """Evaluate the global model, and personal ones, on every client's own test examples.
 
@@ -214,6 +230,60 @@ class Simulator:
         return self.evaluate_models(algorithm, weights, algorithm.broadcast(server), round)
 
     # Parts that other backends use
+
+    def use_survey(self, algorithm: Algorithm, server: State, total: State, round: int) -> State:
+        """Apply an algorithm's `use_survey`.
+
+        Args:
+            algorithm: The algorithm.
+            server: The server state after the round.
+            total: Sum of the clients' surveys.
+            round: Current round, from 0.
+
+        Returns:
+            The server state.
+        """
+        draws = self.cohort.shared_draws(algorithm, "survey", round)
+        return algorithm.use_survey(server, total, draws, self.cohort.model)
+
+    def survey_template(self, algorithm: Algorithm, weights: Params) -> State:
+        """Return names, shapes and dtypes of a survey.
+
+        Args:
+            algorithm: The algorithm.
+            weights: Parameters and buffers of the server's model.
+
+        Returns:
+            A survey of one example of zeros.
+        """
+        model = self.cohort.model
+        data = self.cohort.data
+        x = torch.zeros(1, *model.input_shape, dtype=data.dtype, device=data.device)
+        batch = {"x": x, "y": torch.zeros(1, dtype=torch.int64, device=data.device)}
+        return algorithm.survey(weights, batch, model)
+
+    def survey_clients(
+        self, algorithm: Algorithm, weights: Params, client_ids: Sequence[int] | None = None
+    ) -> State:
+        """Sum an algorithm's survey over the training examples of some clients.
+
+        Args:
+            algorithm: The algorithm.
+            weights: Parameters and buffers of the server's model.
+            client_ids: The clients; by default all.
+
+        Returns:
+            The sum.
+        """
+        data = self.cohort.data
+        model = self.cohort.model
+        ids = range(data.num_clients) if client_ids is None else client_ids
+        index = torch.cat([data.client_indices(client_id) for client_id in ids])
+        parts = [
+            algorithm.survey(weights, data.examples(rows), model)
+            for rows in torch.split(index, BATCH_SIZE)
+        ]
+        return functools.reduce(functools.partial(tree.apply, torch.add), parts)
 
     def evaluate_models(
         self,

@@ -171,6 +171,19 @@ class TorchrunBackend:
         """
         return self._simulator.client_losses(weights, client_ids, round, loss_over)
 
+    def survey(self, algorithm: Algorithm, server: State, round: int) -> State:
+        """Survey all clients at the leader, to prepare the server's model for its evaluation.
+
+        Args:
+            algorithm: The algorithm.
+            server: The server state after the round.
+            round: Current round, from 0.
+
+        Returns:
+            The server state.
+        """
+        return self._simulator.survey(algorithm, server, round)
+
     def evaluate_clients(self, algorithm: Algorithm, server: State, round: int) -> ClientEvaluation:
         """Evaluate models on every client's own test examples, at the leader.
 

@@ -56,9 +56,9 @@ def neutral_equals_fedavg(algorithm: Algorithm, neutral: Algorithm) -> None:
         actual = _final_model(ToyFederation(neutral, **PARTIAL, **options))
         wrong = [name for name in expected if not torch.equal(expected[name], actual[name])]
         assert not wrong, f"{neutral} is not FedAvg{network}: {', '.join(wrong)} differ."
-    expected = _final_params(ToyFederation(Algorithm(), **PARTIAL))
     if algorithm != neutral:
-        params = _final_params(ToyFederation(algorithm, **PARTIAL))
+        expected = _evaluated_model(ToyFederation(Algorithm(), **PARTIAL))
+        params = _evaluated_model(ToyFederation(algorithm, **PARTIAL))
         is_same = all(
             name in params and torch.equal(value, params[name]) for name, value in expected.items()
         )
@@ -360,6 +360,12 @@ def _final_model(toy: ToyFederation) -> Params:
     toy.run()
     weights: Params = toy.server.state["params"] | toy.server.state["buffers"]
     return weights
+
+
+def _evaluated_model(toy: ToyFederation) -> Params:
+    """Run a federation, and return the model that is evaluated and saved."""
+    toy.run()
+    return toy.algorithm.server_model(toy.server.state)
 
 
 def _final_params(toy: ToyFederation) -> Params:

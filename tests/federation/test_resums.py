@@ -1,4 +1,4 @@
-"""Tests of algorithms that need several sums over the same clients in a round."""
+"""Tests of algorithms that need several sums in a round, or one before an evaluation."""
 # ruff: noqa: E402
 
 from dataclasses import replace
@@ -23,7 +23,7 @@ from fedcog.runs.config.composition import make_algorithm
 from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.records.run_directory import RunDirectory
 
-NAMES = ["feddisco", "fedprox+geometric-median", "scaffold+feddisco+fedavgm+fedcog"]
+NAMES = ["feddisco", "fedprox+geometric-median", "scaffold+feddisco+fedavgm+fedcog", "fedntd+ccvr"]
 
 
 def experiment(name: str, **settings: Any) -> Experiment:
@@ -46,7 +46,7 @@ def final_model(config: Experiment, folder: Path) -> Params:
     fedcog.run(config, folder, report=False)
     checkpoint = RunDirectory(folder).load()
     assert checkpoint is not None
-    params: Params = checkpoint.server["params"]
+    params: Params = checkpoint.server["params"] | checkpoint.server.get("calibrated", {})
     return params
 
 
@@ -89,7 +89,7 @@ def test_a_node_without_the_rounds_update_is_left_out(
         final_model(config, tmp_path / "run")
 
 
-@pytest.mark.parametrize("name", ["feddisco", "fedavg+geometric-median"])
-def test_privacy_refuses_weights_that_it_does_not_account_for(name: str) -> None:
-    with pytest.raises(ConfigError, match="weights the updates after they are clipped"):
+@pytest.mark.parametrize("name", ["feddisco", "fedavg+geometric-median", "fedavg+ccvr"])
+def test_privacy_refuses_what_it_does_not_account_for(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"privacy (accounts for|does not account for)"):
         experiment(name, privacy="central").validate()

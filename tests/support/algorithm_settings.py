@@ -3,6 +3,7 @@
 import dataclasses
 
 from fedcog.algorithms import (
+    CCVR,
     MOON,
     SCAFFOLD,
     VHL,
@@ -99,6 +100,7 @@ ACTIVE_AND_NEUTRAL: dict[str, tuple[Algorithm, Algorithm | None]] = {
         VHL(**VIRTUAL, labels="shared", alpha=0.0, lambda_align=0.0, kappa=0.0),
     ),
     "fedcog": (FEDCOG, dataclasses.replace(FEDCOG, start_round=99)),
+    "ccvr": (CCVR(samples=20, steps=5), CCVR(samples=0)),
     "heterofl": (HeteroFL(width=0.5), HeteroFL()),
 }
 

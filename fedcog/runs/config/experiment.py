@@ -552,6 +552,11 @@ class Experiment:
                 "protects a sum: choose an algorithm whose uplink is a sum (fedcog list "
                 "algorithms)."
             )
+        if self.algorithm.needs_survey:
+            yield (
+                f"{algorithm_name(self.algorithm)} asks all clients for sums over their examples, "
+                "which privacy does not account for: choose another algorithm."
+            )
         if self.algorithm.num_resums:
             yield (
                 f"{algorithm_name(self.algorithm)} weights the updates after they are clipped, and "

@@ -2,7 +2,7 @@
 
 import functools
 
-from fedcog.studies.paper import analyses, comparisons
+from fedcog.studies.paper import analyses, comparisons, methods
 from fedcog.studies.study import Study
 
 
@@ -33,5 +33,6 @@ def studies() -> dict[str, Study]:
         comparisons.learnable_generator(),
         comparisons.flair(),
         comparisons.beyond_the_paper(),
+        methods.all_methods(),
     )
     return {study.name: study for study in ordered}

@@ -15,6 +15,8 @@ from torch import Tensor
 from fedcog.core import tree
 from fedcog.core.tree import Params, State
 
+UPDATE_KEYS = ("delta", "buffers")
+"""Parts of a payload that are proportional to the client's update."""
 NPY_MAGIC = b"\x93NUMPY\x01\x00"
 NPY_HEADER = re.compile(
     rb"\{'descr': '([<>|=]?[A-Za-z]\d{0,3})', 'fortran_order': (True|False), "
@@ -69,6 +71,29 @@ def add_totals(totals: Sequence[State]) -> State:
         summed = tree.apply(torch.add, summed, other_summed)
         per_client = tree.apply(lambda *two: torch.cat(two), per_client, other_per_client)
     return summed | per_client
+
+
+def scale_update(factor: float, payload: State) -> State:
+    """Multiply a payload's update, and leave everything else as it is.
+
+    The update is what the payload has under a key of `UPDATE_KEYS`, in its per-client part too.
+
+    Args:
+        factor: The factor.
+        payload: The payload of one client.
+
+    Returns:
+        The payload with a scaled update.
+    """
+    scaled: State = {}
+    for key, value in payload.items():
+        if key in UPDATE_KEYS:
+            scaled |= tree.apply(lambda update: update * factor, {key: value})
+        elif key == "per_client":
+            scaled[key] = scale_update(factor, value)
+        else:
+            scaled[key] = value
+    return scaled
 
 
 def match_template(template: State, flat: Params) -> State:

@@ -18,7 +18,7 @@ from fedcog.core.tasks import Task
 from fedcog.core.timing import Stopwatch, Timings
 from fedcog.core.tree import Params, State
 from fedcog.data.client_batches import FederatedData
-from fedcog.engine.aggregation import sum_of_one
+from fedcog.engine.aggregation import add_totals, sum_of_one, sum_payloads
 from fedcog.engine.cohort_results import CohortResult, join_single_clients
 from fedcog.engine.cuda_graphs import STEPS_PER_LAUNCH, GraphCache, repeat_eagerly
 from fedcog.engine.evaluation import Evaluator
@@ -81,6 +81,7 @@ class RoundSpec(NamedTuple):
         round: Current round, from 0.
         lr: Learning rate.
         evaluate_local: Whether to evaluate the local models on the test set.
+        keep_payloads: Whether results hold every client's payload in place of their sum.
     """
 
     algorithm: Algorithm
@@ -88,6 +89,7 @@ class RoundSpec(NamedTuple):
     round: int
     lr: float
     evaluate_local: bool
+    keep_payloads: bool = False
 
 
 class Cohort:
@@ -180,6 +182,22 @@ class Cohort:
         ]
         with self._training_at_once():
             return self._train_stack(spec, unpacked)
+
+    def sum_payloads(self, payloads: Sequence[State], is_finite: Sequence[bool]) -> State:
+        """Sum payloads of single clients in the order in which `train` sums those of a cohort.
+
+        Args:
+            payloads: The payload of each client.
+            is_finite: Which of them to sum.
+
+        Returns:
+            The sum; empty if the clients train one by one and none is finite.
+        """
+        if self.config.mapping == "loop":
+            pairs = zip(payloads, is_finite, strict=True)
+            return add_totals([sum_of_one(payload) for payload, finite in pairs if finite])
+        mask = torch.tensor(is_finite, device=self.data.device)
+        return sum_payloads(tree.stack(payloads), mask)
 
     def close(self, *algorithms: Algorithm) -> None:
         """End the worker processes of some algorithms, or all; the next round starts new ones."""
@@ -445,7 +463,7 @@ class Cohort:
             )
         stopwatch.lap("evaluation")
         outputs = StackOutputs(results, loss, extra.artifacts, class_stats)
-        return separate(outputs, runs, spec.round, num_clients, stopwatch)
+        return separate(outputs, runs, spec.round, num_clients, stopwatch, spec.keep_payloads)
 
     def _generate(
         self,
@@ -546,6 +564,7 @@ class Cohort:
             "round": spec.round,
             "lr": spec.lr,
             "evaluate_local": spec.evaluate_local,
+            "keep_payloads": spec.keep_payloads,
         }
         items = [
             {"row": row, "state": tree.take(clients.state, row)}
@@ -573,7 +592,12 @@ class Cohort:
             broadcast = self.unpack(algorithm, common["broadcast"])
             clients = CohortClients(state={}, **common["clients"])
             spec = RoundSpec(
-                algorithm, broadcast, common["round"], common["lr"], common["evaluate_local"]
+                algorithm,
+                broadcast,
+                common["round"],
+                common["lr"],
+                common["evaluate_local"],
+                common["keep_payloads"],
             )
 
             @torch.no_grad()

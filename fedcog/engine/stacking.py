@@ -94,6 +94,7 @@ def separate(
     round: int,
     num_clients: int,
     stopwatch: Stopwatch,
+    keep_payloads: bool = False,
 ) -> list[CohortResult]:
     """Separate the outputs of a stack into the results of its runs.
 
@@ -103,6 +104,7 @@ def separate(
         round: Current round, from 0.
         num_clients: Number of clients to keep of each run; 0 means all.
         stopwatch: Times the parts of the round.
+        keep_payloads: Whether to return every client's payload in place of their sum.
 
     Returns:
         One result per run.
@@ -120,7 +122,11 @@ def separate(
         payload = own.results.payload
         if privacy := run.cohort.privacy:
             payload = privacy.protect_payloads(payload, client_ids[:size], round)
-        if has_client_axis:
+        kept: State = {}
+        total: State = {}
+        if keep_payloads:
+            kept = payload
+        elif has_client_axis:
             total = sum_payloads(payload, own.results.update_finite)
         else:
             total = sum_of_one(tree.take(payload, 0))
@@ -128,6 +134,7 @@ def separate(
             CohortResult(
                 states=own.results.state,
                 total=total,
+                payloads=kept,
                 update_finite=own.results.update_finite,
                 state_finite=own.results.state_finite,
                 loss=own.loss,

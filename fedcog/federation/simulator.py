@@ -12,6 +12,7 @@ from fedcog.algorithms import Algorithm, FederationInit
 from fedcog.core import tree
 from fedcog.core.metrics import FurtherMetrics
 from fedcog.core.tree import Params, State
+from fedcog.engine.aggregation import add_totals
 from fedcog.engine.cohort import Cohort, RoundSpec
 from fedcog.engine.cohort_results import CohortResult, join_cohorts
 from fedcog.engine.local_training import CohortClients
@@ -24,7 +25,7 @@ from fedcog.federation.backend import (
 )
 from fedcog.federation.client_sampling import LossOver
 from fedcog.federation.client_states import ClientStates
-from fedcog.federation.device_types import DeviceType
+from fedcog.federation.device_types import DeviceType, merge_by_training
 from fedcog.models.ops.keyed_random import seed_words
 
 WeightRule = Literal["examples", "uniform"]
@@ -83,7 +84,7 @@ class Simulator:
         max_class_stats: Largest possible class statistics on the test set.
         weights: Weight of each client in the server's sum, `(K,)`.
         num_steps: Number of local steps of each client, `(K,)`.
-        device_types: Types of devices; one if all are alike.
+        device_types: Types of devices that train differently; one if all train alike.
         metrics: Metrics to compute besides the main one.
     """
 
@@ -106,7 +107,9 @@ class Simulator:
         self.test_class_counts = task.class_counts(data.test_y).cpu()
         self.max_class_stats = task.max_class_stats(self.test_class_counts, len(data.test_y))
         self.weights = _client_weights(cohort, workload)
-        self.device_types = workload.device_types or [DeviceType("", data.num_clients)]
+        self.device_types = merge_by_training(workload.device_types)
+        if not self.device_types:
+            self.device_types = [DeviceType("", data.num_clients)]
         counts = torch.tensor([device.num_clients for device in self.device_types])
         self._type_of_client = torch.arange(len(counts)).repeat_interleave(counts).tolist()
         sizes = torch.split(data.sizes, counts.tolist())
@@ -307,6 +310,37 @@ class Simulator:
                 raise out_of_memory
         new_states = [state for chunk in trained for state in chunk.new_states]
         return join_cohorts([chunk.result for chunk in trained]), new_states
+
+    def sum_payloads(
+        self,
+        spec: RoundSpec,
+        client_ids: Sequence[int],
+        payloads: Sequence[State],
+        is_finite: Sequence[bool],
+    ) -> State:
+        """Sum payloads of single clients, rounded as the sum of `train` is.
+
+        Args:
+            spec: The round.
+            client_ids: The clients, in ascending order.
+            payloads: The payload of each client.
+            is_finite: Which of them to sum. If none is, all are summed, so that the sum shows it.
+
+        Returns:
+            The sum.
+        """
+        if not any(is_finite):
+            is_finite = [True] * len(is_finite)
+        totals = []
+        group_start = 0
+        for group in self._device_groups(spec, client_ids):
+            size = self.cohort.chunk_size(group.max_clients)
+            group_end = group_start + len(group.client_ids)
+            for start in range(group_start, group_end, size):
+                rows = slice(start, min(start + size, group_end))
+                totals.append(self.cohort.sum_payloads(payloads[rows], is_finite[rows]))
+            group_start = group_end
+        return add_totals([total for total in totals if total])
 
     def train_from(
         self, spec: RoundSpec, states: dict[int, State]

@@ -269,21 +269,24 @@ class Simulator:
             draws=self.cohort.shared_draws(algorithm, "federation"),
         )
 
-    def train(self, spec: RoundSpec, client_ids: Sequence[int]) -> tuple[CohortResult, list[State]]:
+    def train(
+        self, spec: RoundSpec, client_ids: Sequence[int], max_clients: int = 0
+    ) -> tuple[CohortResult, list[State]]:
         """Train clients, one device type after another, in chunks that fit into memory.
 
         Args:
             spec: The round.
             client_ids: The clients, in ascending order.
+            max_clients: Largest number of clients in any call, if the number varies; 0 if not.
 
         Returns:
             The joined result without states, and each client's new state.
         """
         trained: list[TrainedChunk] = []
-        pending = self._device_groups(spec, client_ids)
+        pending = self._device_groups(spec, client_ids, max_clients)
         while pending:
-            own_spec, group, max_clients = pending[0]
-            size = self.cohort.chunk_size(max_clients)
+            own_spec, group, max_group_size = pending[0]
+            size = self.cohort.chunk_size(max_group_size)
             group_trained: list[TrainedChunk] = []
             out_of_memory: torch.cuda.OutOfMemoryError | None = None
             try:
@@ -490,14 +493,25 @@ class Simulator:
         new_states = self.client_states.unstack(client_ids, result.states)
         return TrainedChunk(result._replace(states={}), new_states)
 
-    def _device_groups(self, spec: RoundSpec, client_ids: Sequence[int]) -> list[DeviceGroup]:
-        """Group clients by device type, each with its variant of the algorithm."""
+    def _device_groups(
+        self, spec: RoundSpec, client_ids: Sequence[int], max_clients: int = 0
+    ) -> list[DeviceGroup]:
+        """Group clients by device type, each with its variant of the algorithm.
+
+        If the number of clients varies, CUDA graphs have powers of two as sizes: few recordings,
+        of less than twice the clients.
+        """
+        varies = max_clients > 0 and self.cohort.config.mapping == "graph"
         groups = []
-        for index, group in itertools.groupby(client_ids, self._type_of_client.__getitem__):
+        for index, members in itertools.groupby(client_ids, self._type_of_client.__getitem__):
             device = self.device_types[index]
             own_spec = spec._replace(algorithm=device.adapt(spec.algorithm))
-            max_clients = min(len(client_ids), device.num_clients)
-            groups.append(DeviceGroup(own_spec, list(group), max_clients))
+            group = list(members)
+            size = min(len(client_ids), device.num_clients)
+            if varies:
+                power = 1 << (len(group) - 1).bit_length()
+                size = min(power, max_clients, device.num_clients)
+            groups.append(DeviceGroup(own_spec, group, size))
         return groups
 
 

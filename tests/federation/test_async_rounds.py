@@ -120,6 +120,43 @@ def test_sum_in_chunks_and_device_types_equals_that_of_a_cohort(
     assert_equal(total, expected.total)
 
 
+def test_cuda_graphs_have_few_sizes() -> None:
+    """Numbers of starting clients vary; a graph of each size would be recorded anew."""
+    toy = ToyFederation(FedAvg(), sizes=(7,) * 12)
+    spec = toy.server.start_round(0).spec
+    cohort = toy.simulator.cohort
+
+    def sizes(max_clients: int) -> list[int]:
+        groups = [
+            toy.simulator._device_groups(spec, list(range(count)), max_clients)
+            for count in range(1, 11)
+        ]
+        return [group.max_clients for (group,) in groups]
+
+    assert sizes(0) == sizes(10) == list(range(1, 11))
+    cohort.config = cohort.config._replace(mapping="graph")
+    assert sizes(0) == list(range(1, 11))
+    assert sizes(10) == [1, 2, 4, 4, 8, 8, 8, 8, 10, 10]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("algorithm", ALGORITHMS[:3], ids=lambda one: one.class_name)
+def test_gpu_graphs_equal_synchronous_rounds_and_the_cpu(algorithm: Algorithm) -> None:
+    settings: dict[str, Any] = {"sizes": (15,) * 6, "rounds": 6}
+    on_gpu = ToyFederation(algorithm, "graph", device="cuda", **settings)
+    make_async(on_gpu, 6)
+    synchronous = ToyFederation(algorithm, "graph", device="cuda", **settings)
+    assert_equal(on_gpu.final_state(), synchronous.final_state())
+    on_gpu = ToyFederation(algorithm, "graph", device="cuda", **settings)
+    on_cpu = ToyFederation(algorithm, "vmap", **settings)
+    for toy in (on_gpu, on_cpu):
+        make_async(toy, 3, SPEEDS)
+    host = torch.device("cpu")
+    difference = max_difference(tree.to(on_gpu.final_state(), host), on_cpu.final_state())
+    assert difference < 1e-6
+
+
 def test_kept_payloads_are_those_of_single_clients() -> None:
     for mapping in ("loop", "vmap"):
         toy = ToyFederation(FedGen(steps=2, hidden=8), mapping)  # type: ignore[arg-type]
@@ -295,11 +332,14 @@ def test_clients_start_when_idle_and_once_from_each_version(
     num_rounds = 0
     train = toy.simulator.train
 
-    def watch(spec: RoundSpec, client_ids: Sequence[int]) -> tuple[CohortResult, list[State]]:
+    def watch(
+        spec: RoundSpec, client_ids: Sequence[int], max_clients: int
+    ) -> tuple[CohortResult, list[State]]:
         busy = {one.client_id for one in clock.in_flight}
         assert not busy & {*client_ids} and len(busy) + len(client_ids) <= 4
         assert spec.round == num_rounds
         started.extend((spec.round, client) for client in client_ids)
+        assert max_clients == 4
         return train(spec, client_ids)
 
     monkeypatch.setattr(toy.simulator, "train", watch)

@@ -117,7 +117,7 @@ class AsyncSimulator:
     def _start(self, request: RoundRequest, client_ids: list[int]) -> Timings:
         """Train clients from the newest model; their answers arrive when their time has come."""
         spec = request.spec._replace(keep_payloads=True)
-        result, states = self._simulator.train(spec, client_ids)
+        result, states = self._simulator.train(spec, client_ids, self._rule.sampling.count)
         device = result.update_finite.device
         found: State = {
             "update_finite": result.update_finite,

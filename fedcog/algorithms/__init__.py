@@ -44,6 +44,7 @@ from fedcog.algorithms.scaffold import SCAFFOLD
 from fedcog.algorithms.server_rule import ServerRule
 from fedcog.algorithms.trimmed_mean import TrimmedMean
 from fedcog.algorithms.types import (
+    UPDATE_PARTS,
     Batch,
     ClientContext,
     Draw,
@@ -109,6 +110,7 @@ __all__ = [
     "CCVR",
     "MOON",
     "SCAFFOLD",
+    "UPDATE_PARTS",
     "VHL",
     "Algorithm",
     "BalancedSoftmax",

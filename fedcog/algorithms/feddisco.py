@@ -6,8 +6,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedcog.algorithms.mean_rule import UPDATE, MeanRule, scale_update
-from fedcog.algorithms.types import ClientContext, LocalWork
+from fedcog.algorithms.mean_rule import MeanRule, scale_update
+from fedcog.algorithms.types import UPDATE_PARTS, ClientContext, LocalWork
 from fedcog.core.settings import setting
 from fedcog.core.tree import Params, State
 
@@ -47,7 +47,7 @@ class FedDisco(MeanRule):
     @property
     def withheld_parts(self) -> tuple[str, ...]:
         """The update: clients send it once, weighted."""
-        return UPDATE
+        return UPDATE_PARTS
 
     def client_update(
         self, params: Params, client: ClientContext, work: LocalWork

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from fedcog.algorithms.mean_rule import UPDATE, MeanRule, scale_update
-from fedcog.algorithms.types import ClientContext, LocalWork
+from fedcog.algorithms.mean_rule import MeanRule, scale_update
+from fedcog.algorithms.types import UPDATE_PARTS, ClientContext, LocalWork
 from fedcog.core import tree
 from fedcog.core.settings import setting
 from fedcog.core.tree import Params, State
@@ -30,7 +30,7 @@ class GeometricMedian(MeanRule):
     def payload_bounds(self) -> dict[str, float]:  # type: ignore[override]
         """The inner bounds, those of the new weights, and of updates that are weighted by them."""
         bounds = self.inner.payload_bounds
-        weighted = {key: bounds[key] * MAX_WEIGHT for key in UPDATE}
+        weighted = {key: bounds[key] * MAX_WEIGHT for key in UPDATE_PARTS}
         own = {"median_weight": MAX_WEIGHT, "closeness": 1 / self.epsilon}
         return bounds | weighted | own
 

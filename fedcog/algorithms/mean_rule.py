@@ -4,13 +4,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from fedcog.algorithms.types import UPDATE_PARTS
 from fedcog.algorithms.wrapper import Wrapper
 from fedcog.core import tree
 from fedcog.core.settings import ConfigError
 from fedcog.core.tree import State
-
-UPDATE = ("delta", "buffers")
-"""The parts of a payload that the rules replace the mean of."""
 
 
 @dataclass(frozen=True)
@@ -63,5 +61,5 @@ def scale_update(factor: Tensor, payload: State) -> State:
     Returns:
         `"delta"` and `"buffers"`.
     """
-    update = {key: payload.get(key, {}) for key in UPDATE}
+    update = {key: payload.get(key, {}) for key in UPDATE_PARTS}
     return tree.apply(lambda value: factor * value, update)

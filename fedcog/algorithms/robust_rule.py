@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedcog.algorithms.mean_rule import UPDATE, MeanRule
-from fedcog.algorithms.types import ClientContext, LocalWork, Uplink
+from fedcog.algorithms.mean_rule import MeanRule
+from fedcog.algorithms.types import UPDATE_PARTS, ClientContext, LocalWork, Uplink
 from fedcog.core import tree
 from fedcog.core.tree import Params, State
 
@@ -30,8 +30,8 @@ class RobustRule(MeanRule):
             (state, payload).
         """
         state, payload = self.inner.client_update(params, client, work)
-        visible = {key: payload[key] for key in (*UPDATE, "weight")}
-        rest = {key: value for key, value in payload.items() if key not in UPDATE}
+        visible = {key: payload[key] for key in (*UPDATE_PARTS, "weight")}
+        rest = {key: value for key, value in payload.items() if key not in UPDATE_PARTS}
         per_client = payload.get("per_client", {})
         return state, rest | {"per_client": per_client | {"robust": visible}}
 
@@ -39,7 +39,7 @@ class RobustRule(MeanRule):
         """Replace the sum of the updates by the total weight times their robust mean."""
         per_client = dict(total["per_client"])
         visible = per_client.pop("robust")
-        updates = {key: visible[key] for key in UPDATE}
+        updates = {key: visible[key] for key in UPDATE_PARTS}
         rest = {key: value for key, value in total.items() if key != "per_client"}
         if per_client:
             rest["per_client"] = per_client

@@ -27,6 +27,9 @@ Scope = Literal["step", "client", "federation", "server", "survey"]
 Uplink = Literal["sum", "per_client"]
 """What the server needs of the payloads: their sum, or the payload of every client."""
 
+UPDATE_PARTS = ("delta", "buffers")
+"""The parts of a payload that are the client's update, times its weight."""
+
 Loss = Callable[[Params, Batch], tuple[Tensor, Params]]
 """The loss of one local step: (params, batch) to (loss, buffers after the forward pass)."""
 

@@ -84,6 +84,11 @@ def print_experiment(
         last = first + device.num_clients - 1
         print_result(f"  {device.name} (clients {first} to {last}): {device.description}", style)
         first = last + 1
+    if experiment.async_buffer:
+        print_result(
+            f"  asynchronous: the server aggregates {experiment.async_buffer} answers at a time",
+            style,
+        )
     for note in experiment_notes(experiment):
         print_note(note)
     print_result(f"  run directory: {directory}", style)

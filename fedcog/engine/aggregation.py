@@ -12,11 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedcog.algorithms import UPDATE_PARTS
 from fedcog.core import tree
 from fedcog.core.tree import Params, State
 
-UPDATE_KEYS = ("delta", "buffers")
-"""Parts of a payload that are proportional to the client's update."""
 NPY_MAGIC = b"\x93NUMPY\x01\x00"
 NPY_HEADER = re.compile(
     rb"\{'descr': '([<>|=]?[A-Za-z]\d{0,3})', 'fortran_order': (True|False), "
@@ -73,24 +72,25 @@ def add_totals(totals: Sequence[State]) -> State:
     return summed | per_client
 
 
-def scale_update(factor: float, payload: State) -> State:
+def scale_update(factor: float, payload: State, in_per_client: bool = False) -> State:
     """Multiply a payload's update, and leave everything else as it is.
 
-    The update is what the payload has under a key of `UPDATE_KEYS`, in its per-client part too.
+    The update is what the payload has under a key of `UPDATE_PARTS`, in its per-client part too.
 
     Args:
         factor: The factor.
         payload: The payload of one client.
+        in_per_client: Whether `payload` is inside a per-client part.
 
     Returns:
         The payload with a scaled update.
     """
     scaled: State = {}
     for key, value in payload.items():
-        if key in UPDATE_KEYS:
+        if key in UPDATE_PARTS:
             scaled |= tree.apply(lambda update: update * factor, {key: value})
-        elif key == "per_client":
-            scaled[key] = scale_update(factor, value)
+        elif isinstance(value, dict) and (key == "per_client" or in_per_client):
+            scaled[key] = scale_update(factor, value, in_per_client=True)
         else:
             scaled[key] = value
     return scaled

@@ -17,7 +17,8 @@ class CohortResult(NamedTuple):
 
     Attributes:
         states: What the clients keep, stacked.
-        total: Sum of the finite payloads.
+        total: Sum of the finite payloads; empty if the round keeps payloads.
+        payloads: Every client's payload, stacked; empty unless the round keeps payloads.
         update_finite: Whether each payload is finite, `(K,)`.
         state_finite: Whether each state is finite, `(K,)`.
         loss: Mean loss over each client's steps, `(K,)`.
@@ -26,12 +27,11 @@ class CohortResult(NamedTuple):
             they were not evaluated.
         artifacts: Artifacts of the first client.
         timings: Seconds per part.
-        payloads: Every client's payload, stacked, in place of the total; empty unless the round
-            keeps payloads.
     """
 
     states: State
     total: State
+    payloads: State
     update_finite: Tensor
     state_finite: Tensor
     loss: Tensor
@@ -39,7 +39,6 @@ class CohortResult(NamedTuple):
     class_stats: Tensor | None
     artifacts: Params
     timings: Timings
-    payloads: State = {}  # noqa: RUF012 - never written to
 
 
 def join_single_clients(results: list[CohortResult]) -> CohortResult:
@@ -64,6 +63,7 @@ def join_cohorts(results: Sequence[CohortResult]) -> CohortResult:
     return CohortResult(
         states=tree.concatenate([one.states for one in results]),
         total=add_totals([one.total for one in results if one.total]),
+        payloads=tree.concatenate([one.payloads for one in results]),
         update_finite=torch.cat([one.update_finite for one in results]),
         state_finite=torch.cat([one.state_finite for one in results]),
         loss=torch.cat([one.loss for one in results]),
@@ -71,5 +71,4 @@ def join_cohorts(results: Sequence[CohortResult]) -> CohortResult:
         class_stats=torch.cat(class_stats) if class_stats else None,
         artifacts=next((one.artifacts for one in results if one.artifacts), {}),
         timings=Timings.concatenate([one.timings for one in results]),
-        payloads=tree.concatenate([one.payloads for one in results]),
     )

@@ -134,6 +134,7 @@ def separate(
             CohortResult(
                 states=own.results.state,
                 total=total,
+                payloads=kept,
                 update_finite=own.results.update_finite,
                 state_finite=own.results.state_finite,
                 loss=own.loss,
@@ -141,7 +142,6 @@ def separate(
                 class_stats=own.class_stats,
                 artifacts=tree.take(own.artifacts, 0),
                 timings=timings,
-                payloads=kept,
             )
         )
     return separated

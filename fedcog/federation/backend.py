@@ -94,6 +94,9 @@ class ClientFindings(NamedTuple):
         weight: Weight in the server's sum, `(K,)`.
         class_counts: Training examples of each class, `(K, C)`.
         class_stats: Class statistics of the local models, `(K, ..., C)`; None if not evaluated.
+        stats_before: Class statistics of the global models that clients started from,
+            `(K, ..., C)`; None if all started from that of the request.
+        is_evaluated: Whose local model was evaluated, `(K,)`; None if all were, or none.
     """
 
     update_finite: Tensor
@@ -103,10 +106,28 @@ class ClientFindings(NamedTuple):
     weight: Tensor
     class_counts: Tensor
     class_stats: Tensor | None
+    stats_before: Tensor | None = None
+    is_evaluated: Tensor | None = None
 
     def to_tree(self) -> State:
         """Convert to a dict of tensors; missing class statistics are left out."""
         return {name: value for name, value in self._asdict().items() if value is not None}
+
+    def stats_before_of(self, row: int, stats_before: Tensor | None) -> Tensor | None:
+        """Return the class statistics of the global model that a client started from.
+
+        Args:
+            row: The client's row.
+            stats_before: Those of the request.
+
+        Returns:
+            The class statistics; None if the client's local model was not evaluated.
+        """
+        if self.class_stats is None:
+            return None
+        if self.is_evaluated is not None and not self.is_evaluated[row]:
+            return None
+        return stats_before if self.stats_before is None else self.stats_before[row]
 
     @classmethod
     def from_tree(cls, fields: State) -> "ClientFindings":
@@ -127,7 +148,8 @@ class RoundResult:
     """What the clients of a round returned, still on the device.
 
     Attributes:
-        client_ids: Clients that answered, in ascending order.
+        client_ids: Clients that answered, in ascending order. In asynchronous rounds a client may
+            be there twice.
         total: Sum of their payloads.
         findings: Their statistics; None if only the sum is known.
         mean_loss: Mean loss of the clients; used if there are no findings.
@@ -136,6 +158,7 @@ class RoundResult:
         timings: Seconds per part.
         refused: Why the answers of other clients are not in the sum, by client.
         traffic: Measured traffic by client; empty if it was not measured.
+        ages: Number of server updates since each client started; None in synchronous rounds.
     """
 
     client_ids: list[int]
@@ -147,6 +170,7 @@ class RoundResult:
     artifacts: Params = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
     traffic: dict[int, Traffic] = field(default_factory=dict)
+    ages: list[int] | None = None
 
 
 class ClientEvaluation(NamedTuple):

@@ -44,10 +44,14 @@ class Uniform:
     seed: int
     loss_over: Literal["nothing"] = "nothing"
 
+    def order(self, round: int) -> list[int]:
+        """Return all clients in random order; the first `count` of them are the sample."""
+        order: list[int] = rng.permutation(self.seed, "sample", round, self.clients).tolist()
+        return order
+
     def candidates(self, round: int) -> list[int]:
         """Return a uniform sample."""
-        order = rng.permutation(self.seed, "sample", round, self.clients)
-        return sorted(order[: self.count].tolist())
+        return sorted(self.order(round)[: self.count])
 
     def choose(self, candidates: Sequence[int], losses: Sequence[float]) -> list[int]:
         """Return all candidates.

@@ -253,6 +253,7 @@ def answer_result(answer: State) -> CohortResult:
     finite = torch.ones(1, dtype=torch.bool)
     return CohortResult(
         total=answer["total"],
+        payloads={},
         loss=answer["loss"],
         distance=answer["distance"],
         class_stats=answer.get(CLASS_STATS_KEY),

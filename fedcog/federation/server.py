@@ -1,5 +1,6 @@
 """The server loop: sample clients, broadcast, aggregate, evaluate, record."""
 
+import statistics
 import time
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from fedcog.federation.backend import (
     Scorer,
 )
 from fedcog.federation.client_sampling import ClientSampling
+from fedcog.federation.virtual_time.clock import VirtualClock
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,8 @@ class RoundRecord:
         scores: Scores of the server's model, and of local models on the clients' label mix.
         local_test: Scores on the clients' own test examples.
         learning_rates: Learning rates that change over rounds.
+        virtual_seconds: Virtual time at the end of the round; None without a virtual clock.
+        ages: Number of server updates since each client started; None in synchronous rounds.
     """
 
     round: int
@@ -108,6 +112,8 @@ class RoundRecord:
     scores: dict[str, Any] = field(default_factory=dict)
     local_test: dict[str, Any] = field(default_factory=dict)
     learning_rates: dict[str, float] = field(default_factory=dict)
+    virtual_seconds: float | None = None
+    ages: list[int] | None = None
 
     def to_line(self) -> dict[str, Any]:
         """Convert to a line of `rounds.jsonl`; empty fields are left out.
@@ -119,6 +125,10 @@ class RoundRecord:
             "clients": self.client_ids,
             "loss": self.loss,
         } | self.learning_rates
+        if self.virtual_seconds is not None:
+            line["virtual_seconds"] = self.virtual_seconds
+        if self.ages is not None:
+            line["staleness"] = statistics.fmean(self.ages)
         if len(self.candidate_ids) > len(self.client_ids):
             line["candidates"] = self.candidate_ids
         if self.skipped:
@@ -157,6 +167,7 @@ class Server:
     Attributes:
         state: The server state after the last finished round.
         backend: Trains the clients; it may be replaced before a round.
+        clock: Virtual time; None if devices have no speeds.
     """
 
     def __init__(
@@ -167,6 +178,7 @@ class Server:
         schedule: Schedule,
         state: State,
         privacy: Privacy | None = None,
+        clock: VirtualClock | None = None,
     ) -> None:
         """Create a server.
 
@@ -177,6 +189,7 @@ class Server:
             schedule: When things happen.
             state: The server state to start from.
             privacy: Differential privacy of what clients send.
+            clock: Virtual time, if devices have speeds.
         """
         self.algorithm = algorithm
         self.backend = backend
@@ -184,6 +197,7 @@ class Server:
         self.schedule = schedule
         self.state = state
         self.privacy = privacy
+        self.clock = clock
         self._class_stats: Params | None = None
 
     def run_round(self, round: int) -> FinishedRound:
@@ -301,12 +315,16 @@ class Server:
             refused=result.refused,
             learning_rates=self.schedule.lr_record(request.round),
         )
+        if result.ages is not None:
+            record.client_ids = result.client_ids
+            record.candidate_ids = []
+            record.ages = result.ages
         if findings is not None:
             record.skipped, record.forgot = self._check_finite(request, result, findings)
             self.backend.keep_states(result, findings.all_finite.tolist())
             record.loss = _weighted_loss(findings)
             record.local = self._client_records(request, result, findings)
-        num_heard = max(len(request.client_ids) - len(record.skipped), 1)
+        num_heard = max(len(record.client_ids) - len(record.skipped), 1)
         bytes_down = tree.nbytes(request.broadcast)
         bytes_up = _bytes_per_client(result.total, num_heard)
         for row, client_id in enumerate(result.client_ids):
@@ -315,8 +333,22 @@ class Server:
                 traffic = result.traffic[client_id]
                 sizes = {"down": traffic.received, "up": traffic.sent}
             record.local[row] = sizes | record.local[row]
+            if result.ages is not None:
+                record.local[row]["age"] = result.ages[row]
         record.seconds = result.timings.seconds()
+        record.virtual_seconds = self._advance_clock(request, result)
         return record
+
+    def _advance_clock(self, request: RoundRequest, result: RoundResult) -> float | None:
+        """Return the virtual time after the round; a synchronous one waits for its slowest client.
+
+        An asynchronous backend has advanced the clock itself.
+        """
+        if self.clock is None:
+            return None
+        if result.ages is None:
+            self.clock.wait_for(request.client_ids)
+        return float(self.clock.now)
 
     def _check_finite(
         self, request: RoundRequest, result: RoundResult, findings: ClientFindings
@@ -345,12 +377,11 @@ class Server:
                 "loss": losses[row],
                 "distance": distances[row],
             }
-            is_evaluated = request.stats_before is not None and findings.class_stats is not None
-            if is_evaluated and bool(findings.all_finite[row]):
-                assert request.stats_before is not None
+            stats_before = findings.stats_before_of(row, request.stats_before)
+            if stats_before is not None and bool(findings.all_finite[row]):
                 assert findings.class_stats is not None
                 record |= self.scorer.local_scores(
-                    findings.class_stats[row], request.stats_before, findings.class_counts[row]
+                    findings.class_stats[row], stats_before, findings.class_counts[row]
                 )
             records.append(record)
         return records

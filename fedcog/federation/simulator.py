@@ -14,6 +14,7 @@ from fedcog.algorithms import Algorithm, FederationInit
 from fedcog.core import tree
 from fedcog.core.metrics import FurtherMetrics
 from fedcog.core.tree import Params, State
+from fedcog.engine.aggregation import add_totals
 from fedcog.engine.cohort import Cohort, RoundSpec
 from fedcog.engine.cohort_results import CohortResult, join_cohorts
 from fedcog.engine.evaluation import BATCH_SIZE
@@ -28,7 +29,7 @@ from fedcog.federation.backend import (
 )
 from fedcog.federation.client_sampling import LossOver
 from fedcog.federation.client_states import ClientStates
-from fedcog.federation.device_types import DeviceType
+from fedcog.federation.device_types import DeviceType, merge_by_training
 from fedcog.models.ops.keyed_random import seed_words
 
 WeightRule = Literal["examples", "uniform"]
@@ -87,7 +88,7 @@ class Simulator:
         max_class_stats: Largest possible class statistics on the test set.
         weights: Weight of each client in the server's sum, `(K,)`.
         num_steps: Number of local steps of each client, `(K,)`.
-        device_types: Types of devices; one if all are alike.
+        device_types: Types of devices that train differently; one if all train alike.
         metrics: Metrics to compute besides the main one.
     """
 
@@ -110,7 +111,9 @@ class Simulator:
         self.test_class_counts = task.class_counts(data.test_y).cpu()
         self.max_class_stats = task.max_class_stats(self.test_class_counts, len(data.test_y))
         self.weights = _client_weights(cohort, workload)
-        self.device_types = workload.device_types or [DeviceType("", data.num_clients)]
+        self.device_types = merge_by_training(workload.device_types)
+        if not self.device_types:
+            self.device_types = [DeviceType("", data.num_clients)]
         counts = torch.tensor([device.num_clients for device in self.device_types])
         self._type_of_client = torch.arange(len(counts)).repeat_interleave(counts).tolist()
         sizes = torch.split(data.sizes, counts.tolist())
@@ -362,21 +365,24 @@ class Simulator:
             draws=self.cohort.shared_draws(algorithm, "federation"),
         )
 
-    def train(self, spec: RoundSpec, client_ids: Sequence[int]) -> tuple[CohortResult, list[State]]:
+    def train(
+        self, spec: RoundSpec, client_ids: Sequence[int], max_clients: int = 0
+    ) -> tuple[CohortResult, list[State]]:
         """Train clients, one device type after another, in chunks that fit into memory.
 
         Args:
             spec: The round.
             client_ids: The clients, in ascending order.
+            max_clients: Largest number of clients in any call, if the number varies; 0 if not.
 
         Returns:
             The joined result without states, and each client's new state.
         """
         trained: list[TrainedChunk] = []
-        pending = self._device_groups(spec, client_ids)
+        pending = self._device_groups(spec, client_ids, max_clients)
         while pending:
-            own_spec, group, max_clients = pending[0]
-            size = self.cohort.chunk_size(max_clients)
+            own_spec, group, max_group_size = pending[0]
+            size = self.cohort.chunk_size(max_group_size)
             group_trained: list[TrainedChunk] = []
             out_of_memory: torch.cuda.OutOfMemoryError | None = None
             try:
@@ -403,6 +409,37 @@ class Simulator:
                 raise out_of_memory
         new_states = [state for chunk in trained for state in chunk.new_states]
         return join_cohorts([chunk.result for chunk in trained]), new_states
+
+    def sum_payloads(
+        self,
+        spec: RoundSpec,
+        client_ids: Sequence[int],
+        payloads: Sequence[State],
+        is_finite: Sequence[bool],
+    ) -> State:
+        """Sum payloads of single clients, rounded as the sum of `train` is.
+
+        Args:
+            spec: The round.
+            client_ids: The clients, in ascending order.
+            payloads: The payload of each client.
+            is_finite: Which of them to sum. If none is, all are summed, so that the sum shows it.
+
+        Returns:
+            The sum.
+        """
+        if not any(is_finite):
+            is_finite = [True] * len(is_finite)
+        totals = []
+        group_start = 0
+        for group in self._device_groups(spec, client_ids):
+            size = self.cohort.chunk_size(group.max_clients)
+            group_end = group_start + len(group.client_ids)
+            for start in range(group_start, group_end, size):
+                rows = slice(start, min(start + size, group_end))
+                totals.append(self.cohort.sum_payloads(payloads[rows], is_finite[rows]))
+            group_start = group_end
+        return add_totals([total for total in totals if total])
 
     def train_from(
         self, spec: RoundSpec, states: dict[int, State]
@@ -591,14 +628,25 @@ class Simulator:
         new_states = self.client_states.unstack(client_ids, result.states)
         return TrainedChunk(result._replace(states={}), new_states)
 
-    def _device_groups(self, spec: RoundSpec, client_ids: Sequence[int]) -> list[DeviceGroup]:
-        """Group clients by device type, each with its variant of the algorithm."""
+    def _device_groups(
+        self, spec: RoundSpec, client_ids: Sequence[int], max_clients: int = 0
+    ) -> list[DeviceGroup]:
+        """Group clients by device type, each with its variant of the algorithm.
+
+        If the number of clients varies, CUDA graphs have powers of two as sizes: few recordings,
+        of less than twice the clients.
+        """
+        varies = max_clients > 0 and self.cohort.config.mapping == "graph"
         groups = []
-        for index, group in itertools.groupby(client_ids, self._type_of_client.__getitem__):
+        for index, members in itertools.groupby(client_ids, self._type_of_client.__getitem__):
             device = self.device_types[index]
             own_spec = spec._replace(algorithm=device.adapt(spec.algorithm))
-            max_clients = min(len(client_ids), device.num_clients)
-            groups.append(DeviceGroup(own_spec, list(group), max_clients))
+            group = list(members)
+            size = min(len(client_ids), device.num_clients)
+            if varies:
+                power = 1 << (len(group) - 1).bit_length()
+                size = min(power, max_clients, device.num_clients)
+            groups.append(DeviceGroup(own_spec, group, size))
         return groups
 
 

@@ -277,7 +277,13 @@ class TorchrunBackend:
         """Return a follower's result, on this process's device."""
         device = self._simulator.cohort.data.device
         fields = {name: value for name, value in message.items() if value is not None}
-        defaults: State = {"class_stats": None, "states": {}, "artifacts": {}, "total": {}}
+        defaults: State = {
+            "class_stats": None,
+            "states": {},
+            "artifacts": {},
+            "total": {},
+            "payloads": {},
+        }
         return CohortResult(**(defaults | tree.to(fields, device)), timings=Timings())
 
 

@@ -81,10 +81,10 @@ class LineStyle(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A quantity over rounds: mean and standard deviation by round, its name and its style."""
+    """A quantity over rounds or virtual seconds: mean and standard deviation, name and style."""
 
     label: str
-    points: Sequence[tuple[int, Spread]]
+    points: Sequence[tuple[float, Spread]]
     style: LineStyle
 
 
@@ -112,7 +112,7 @@ def curves_figure(
         percent: Whether values are fractions to show in percent.
         whole_range: Whether the y axis always goes from 0 to 100.
         marks: Rounds before which to draw a thin vertical line: there FedCOG begins.
-        axis: Label of the x axis.
+        axis: Label of the x axis, in the singular or plural.
 
     Returns:
         The figure.
@@ -121,7 +121,8 @@ def curves_figure(
     name_width = 0.085 * max(len(name) for name in names) + 0.6
     num_columns = max(1, min(len(names), 4, int(size[0] / name_width)))
     num_rows = sum(name.count("\n") + 1 for name in names) / num_columns
-    about = f"{label} over {axis}s: {', '.join(line.label for line in lines)}"
+    over = axis if axis.endswith("s") else f"{axis}s"
+    about = f"{label} over {over}: {', '.join(line.label for line in lines)}"
     with new_drawing((size[0], size[1] + 0.17 * (num_rows - 1)), about) as drawing:
         axes = drawing.figure.subplots()
         draw_curves(axes, lines, label, percent=percent, whole_range=whole_range, marks=marks)
@@ -163,7 +164,8 @@ def draw_curves(
     last_round = max((round for round, _ in lines[-1].points), default=0)
     for mark in marks:
         _draw_mark(axes, mark, is_only=len(marks) == 1, last_round=last_round)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    is_whole = all(float(x).is_integer() for line in lines for x, _ in line.points)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=is_whole, nbins=8))
     if all(len(line.points) < 2 for line in lines) and not marks:
         rounds = [round for line in lines for round, _ in line.points]
         axes.set_xlim(min(rounds) - 1, max(rounds) + 1)
@@ -193,7 +195,7 @@ def _draw_curve(axes: Axes, line: Curve, factor: float) -> None:
     axes.plot(rounds, means, marker=marker, markersize=2.8, **line_options(line.style))
 
 
-def _draw_mark(axes: Axes, mark: int, *, is_only: bool, last_round: int) -> None:
+def _draw_mark(axes: Axes, mark: int, *, is_only: bool, last_round: float) -> None:
     """Draw a vertical line before a round, with a label above it."""
     axes.axvline(mark - 0.5, color="#777777", linewidth=0.8)
     text = f"FedCOG from round {mark}" if is_only else str(mark)

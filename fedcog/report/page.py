@@ -350,6 +350,7 @@ def _scores_section(groups: Sequence[Group]) -> str:
         scores, f"test {name} (%)", size=(4.8, 3.3), percent=True, marks=starts
     )
     drawn = figure(score_plot, _score_caption(groups, name, starts))
+    drawn += _virtual_time_figure(groups, name)
     losses = run_values.curves(groups, lambda record: [record.get("loss")])
     if losses:
         caption = "Loss in local training, weighted mean over the round's clients."
@@ -373,6 +374,25 @@ def _scores_section(groups: Sequence[Group]) -> str:
     sentences = dict.fromkeys(run.privacy for each in groups for run in each.runs if run.privacy)
     privacy = "".join(f"<p>{text(_capitalize(sentence))}.</p>" for sentence in sentences)
     return f'{privacy}<div class="figures uneven">{drawn}</div>'
+
+
+def _virtual_time_figure(groups: Sequence[Group], name: str) -> str:
+    """Curves of the score over virtual seconds; empty if no run has recorded them."""
+    scores = run_values.curves_over_virtual_time(
+        groups, lambda record: [record.get(metric_of(record))]
+    )
+    if not scores:
+        return ""
+    plot = figures.curves_figure(
+        scores, f"test {name} (%)", size=(4.8, 3.3), percent=True, axis="virtual seconds"
+    )
+    caption = (
+        f"{_capitalize(name)} against virtual time, in which a client takes its number of local "
+        "steps divided by its speed. A synchronous round ends with its slowest client, an "
+        "asynchronous one when enough answers have arrived. Mean over seeds of each round, at "
+        "their mean time."
+    )
+    return figure(plot, caption)
 
 
 def _score_caption(groups: Sequence[Group], name: str, starts: Sequence[int]) -> str:

@@ -103,6 +103,31 @@ def curves(
     return [curve for curve in all_curves if curve.points]
 
 
+def curves_over_virtual_time(
+    groups: Sequence[Group], values: Callable[[RoundLine], Sequence[float | None]]
+) -> list[Curve]:
+    """Return a curve over virtual seconds for each group that has recorded them.
+
+    Args:
+        groups: The groups of runs.
+        values: Reads the values of a round from its record.
+
+    Returns:
+        The curves, in the style of their group. A point is a round: the mean over the runs of its
+        values, at the mean of their virtual times.
+    """
+    drawn = []
+    for index, group in enumerate(groups):
+        times = dict(over_rounds(group.runs, lambda record: [record.get("virtual_seconds")]))
+        points = [
+            (times[round].mean, value)
+            for round, value in over_rounds(group.runs, values)
+            if round in times
+        ]
+        drawn.append(Curve(group.label, points, line_style(index)))
+    return [curve for curve in drawn if curve.points]
+
+
 def client_values(record: RoundLine, name: str) -> list[float | None]:
     """Return a value of every client in a round.
 

@@ -122,6 +122,10 @@ def evaluation_faults(experiment: Experiment, has_own_data: bool, has_test_data:
 def node_faults(experiment: Experiment) -> list[str]:
     """Return what prevents clients from being Flower nodes, and secure aggregation."""
     faults = []
+    if experiment.async_buffer:
+        faults.append(
+            "async_buffer simulates time, but nodes answer in real time: set --async-buffer 0."
+        )
     if not experiment.secure_aggregation:
         if experiment.selection != "uniform":
             faults.append(

@@ -167,7 +167,14 @@ class Runner:
             raise self._record_divergence(error) from None
         self.round = record.round
         states = self.setup.simulator.client_states.flatten()
-        self._last = Checkpoint(record.round, server, states, self.setup.checkpoint_info)
+        clock = self.setup.clock
+        self._last = Checkpoint(
+            record.round,
+            server,
+            states,
+            self.setup.checkpoint_info,
+            None if clock is None else clock.snapshot(),
+        )
         if artifacts:
             self.directory.save_artifacts(record.round, self.setup.displayable(artifacts))
         line = record.to_line()
@@ -280,6 +287,11 @@ class Runner:
                 f"the run in {self.directory.path} used Flower, whose nodes have the client states "
                 f"of {algorithm_name(algorithm)}: start it again with another --out."
             )
+        if self.setup.clock is not None and checkpoint.virtual is None:
+            raise RecordError(
+                f"the checkpoint in {self.directory.path} has no virtual time: start the run again "
+                "with another --out."
+            )
         is_same = tree.specs(server) == tree.specs(checkpoint.server)
         stored = tree.unflatten(checkpoint.clients)
         if not is_same or tree.specs(clients) != tree.specs(stored):
@@ -290,6 +302,8 @@ class Runner:
         """Continue from a checkpoint; return the finished rounds."""
         self.setup.server_state = tree.to(checkpoint.server, self.setup.device)
         self.setup.simulator.client_states.restore(checkpoint.clients)
+        if self.setup.clock is not None and checkpoint.virtual is not None:
+            self.setup.clock.restore(checkpoint.virtual, self.setup.device)
         return checkpoint.round
 
     def _record_divergence(self, error: Diverged) -> Diverged:
@@ -319,8 +333,17 @@ def round_loop(experiment: Experiment) -> Callable[[Runner], Run]:
         `Runner.run`, or what starts Flower's nodes or leads torchrun's processes around it.
 
     Raises:
-        ConfigError: If torchrun started this process and the experiment uses Flower.
+        ConfigError: If torchrun started this process, and the experiment uses Flower or
+            asynchronous rounds.
     """
+    if torchrun.is_started() and experiment.async_buffer:
+        raise ConfigError(
+            [
+                "torchrun splits the clients of a round among its processes, but under "
+                "async_buffer clients start at different times: start fedcog without torchrun, or "
+                "set --async-buffer 0."
+            ]
+        )
     if not uses_flower(experiment):
         return lead if torchrun.is_started() else Runner.run
     if torchrun.is_started():
@@ -376,8 +399,7 @@ def run_in_step(runners: Sequence[Runner]) -> list[Run | Diverged]:
         next_round = min(runners[index].round for index in active)
         due = [index for index in active if runners[index].round == next_round]
         requests = [runners[index].start_round() for index in due]
-        simulators = [runners[index].setup.simulator for index in due]
-        results = run_stacked_round(simulators, requests)
+        results = _run_requests([runners[index] for index in due], requests)
         interrupted: Interrupted | None = None
         stopped: set[int] = set()
         for index, request, result in zip(due, requests, results, strict=True):
@@ -394,6 +416,14 @@ def run_in_step(runners: Sequence[Runner]) -> list[Run | Diverged]:
                     runners[index].interrupt()
             raise interrupted
     return [ended[index] for index in range(len(runners))]
+
+
+def _run_requests(runners: Sequence[Runner], requests: Sequence[RoundRequest]) -> list[RoundResult]:
+    """Train the clients of several runs: together, or one run after another if asynchronous."""
+    if any(runner.experiment.async_buffer for runner in runners):
+        pairs = zip(runners, requests, strict=True)
+        return [runner.server.backend.run_round(request) for runner, request in pairs]
+    return run_stacked_round([runner.setup.simulator for runner in runners], requests)
 
 
 def with_user_objects(experiment: Experiment, objects: UserObjects) -> Experiment:

@@ -11,7 +11,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fedcog.core.integers import round_half_up
 from fedcog.core.metrics import FurtherMetrics, check_functions, parse_names
 from fedcog.core.optimizers import Optimizer
 from fedcog.core.settings import ConfigError
@@ -25,8 +24,11 @@ from fedcog.engine import cuda_graphs
 from fedcog.engine.cohort import Cohort, CohortConfig, Mapping
 from fedcog.engine.privacy import Privacy
 from fedcog.federation.client_sampling import ClientSampling, PowerOfChoice, Uniform
+from fedcog.federation.device_types import has_speeds
 from fedcog.federation.server import Schedule, Server
 from fedcog.federation.simulator import LocalWorkload, Simulator, WeightRule
+from fedcog.federation.virtual_time.async_simulator import AsyncRule, AsyncSimulator
+from fedcog.federation.virtual_time.clock import VirtualClock, client_durations
 from fedcog.models.behavior import Behavior, network_behavior, summarize
 from fedcog.models.checks import TOKENS_HINT, ModelError
 from fedcog.models.functional import Model
@@ -116,6 +118,7 @@ class ExperimentSetup:
         simulator: Trains clients here; other backends use it too.
         scorer: Evaluates models.
         schedule: When things happen.
+        clock: Virtual time; None if rounds are synchronous and devices have no speeds.
         server_state: The server state before the next round.
     """
 
@@ -158,18 +161,42 @@ class ExperimentSetup:
             evaluate_clients=self._evaluates_clients,
         )
         self._check_model()
+        self.clock = self._make_clock(is_remote=remote is not None)
         self.server_state = self.simulator.init_server(experiment.algorithm)
 
     def make_server(self) -> Server:
         """Create the server, with the simulator as its backend."""
         return Server(
             self.experiment.algorithm,
-            self.simulator,
+            self._make_backend(),
             self.scorer,
             self.schedule,
             self.server_state,
             self.privacy,
+            self.clock,
         )
+
+    def _make_clock(self, is_remote: bool) -> VirtualClock | None:
+        """Return the virtual clock; remote clients have the time of the real one."""
+        device_types = self.experiment.device_types
+        needs_clock = self.experiment.async_buffer > 0 or has_speeds(device_types)
+        if is_remote or not needs_clock:
+            return None
+        return VirtualClock(client_durations(self.simulator.num_steps.tolist(), device_types))
+
+    def _make_backend(self) -> Simulator | AsyncSimulator:
+        """Return the simulator, or the one around it that does not wait for slow clients."""
+        experiment = self.experiment
+        if not experiment.async_buffer or self.clock is None:
+            return self.simulator
+        num_clients = self.data.num_clients
+        count = clients_per_round(experiment, num_clients)
+        rule = AsyncRule(
+            buffer_size=experiment.async_buffer,
+            exponent=experiment.async_staleness,
+            sampling=Uniform(num_clients, count, experiment.seed),
+        )
+        return AsyncSimulator(self.simulator, self.clock, rule)
 
     @functools.cached_property
     def checkpoint_info(self) -> dict[str, Any]:
@@ -659,7 +686,7 @@ def clients_per_round(experiment: Experiment, num_clients: int) -> int:
     Returns:
         The number of clients in a round.
     """
-    return max(1, round_half_up(experiment.participation * num_clients))
+    return experiment.clients_per_round(num_clients)
 
 
 def make_privacy(experiment: Experiment, num_clients: int, simulated: bool) -> Privacy | None:

@@ -48,6 +48,10 @@ def inherit(directory: RunDirectory, setup: ExperimentSetup, start: RunDirectory
         raise RecordError(f"{problem} it is not finished, or longer. Delete it, and it runs again.")
     if changed := changed_settings(experiment, start_experiment):
         raise RecordError(f"{problem} it differs in {', '.join(changed)}.")
+    if experiment.async_buffer:
+        raise RecordError(
+            f"{problem} answers of its clients are still on their way. Set --async-buffer 0."
+        )
     info = setup.checkpoint_info
     if any(checkpoint.info.get(key) != info[key] for key in ("data", "network")):
         raise RecordError(f"{problem} its data or network differ.")
@@ -64,7 +68,9 @@ def inherit(directory: RunDirectory, setup: ExperimentSetup, start: RunDirectory
         }
     except ValueError as error:
         raise RecordError(f"{problem} {error}.") from error
-    inherited = Checkpoint(checkpoint.round, server, tree.flatten(clients), info)
+    inherited = Checkpoint(
+        checkpoint.round, server, tree.flatten(clients), info, checkpoint.virtual
+    )
     directory.copy_rounds(start, checkpoint.round)
     if directory.is_due(inherited):
         directory.save(inherited)

@@ -89,7 +89,9 @@ class _OneByOne(Simulator):
     def __init__(self, simulator: Simulator) -> None:
         vars(self).update(vars(simulator))
 
-    def train(self, spec: RoundSpec, client_ids: Sequence[int]) -> tuple[CohortResult, list[State]]:
+    def train(
+        self, spec: RoundSpec, client_ids: Sequence[int], max_clients: int = 0
+    ) -> tuple[CohortResult, list[State]]:
         """Train clients one by one, and join their results.
 
         Returns:

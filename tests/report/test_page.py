@@ -13,11 +13,12 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from fedcog.algorithms import Algorithm, FedCOG
-from fedcog.report import figures, page, partition_figure
+from fedcog.report import figures, page, partition_figure, run_values
 from fedcog.report.figures import Curve, curves_figure
 from fedcog.runs.config.experiment import Experiment
+from fedcog.runs.records.recorded_run import read
 from fedcog.runs.records.run_directory import RecordError, RunDirectory
-from fedcog.runs.records.summary import Spread
+from fedcog.runs.records.summary import Spread, group
 from tests.support.browser import browser, console_messages, open_page, run_script
 
 if TYPE_CHECKING:
@@ -352,6 +353,25 @@ def test_page_without_runs_is_an_error(tmp_path: Path) -> None:
         page([tmp_path])
     with pytest.raises(ValueError, match="at least one"):
         page([])
+
+
+def test_scores_are_drawn_against_virtual_seconds(tmp_path: Path) -> None:
+    """A point is a round: the mean score over seeds, at the mean of their virtual times."""
+    timed = [write_run(tmp_path / f"timed-{seed}", [], seed=seed, rounds=2) for seed in (0, 1)]
+    for path, times, scores in zip(
+        timed, [(10, 20), (13, 28)], [(0.2, 0.5), (0.4, 0.7)], strict=True
+    ):
+        for round, (time, score) in enumerate(zip(times, scores, strict=True), 1):
+            RunDirectory(path).append(round_line(round, score) | {"virtual_seconds": time})
+    plain = write_run(tmp_path / "plain", [0.3, 0.6], algorithm=FedCOG())
+    groups = group([read(path) for path in [plain, *timed]])
+    (curve,) = run_values.curves_over_virtual_time(groups, lambda line: [line.get("accuracy")])
+    assert curve.label == "fedavg" and curve.style == figures.line_style(1)
+    assert [x for x, _ in curve.points] == [11.5, 24]
+    assert [value.mean for _, value in curve.points] == pytest.approx([0.3, 0.6])
+    with_times = visible_text(page([plain, *timed]))
+    assert "against virtual time" in with_times and "over virtual seconds: fedavg" in page(timed)
+    assert "virtual seconds" not in page([plain])
 
 
 @pytest.mark.usefixtures("without_drawing")

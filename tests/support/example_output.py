@@ -3,6 +3,7 @@
 # Regular expressions that the output must match.
 EXPECTED_OUTPUT = {
     "around_scaffold": r"10 +\d+\.\d% +\d+\.\d% \(FedCOG awake\)\nbytes .*: ([\d,]+) and \1\n",
+    "async_rounds": r"^synchronous +12 rounds in 1200 .*\nasynchronous +40 rounds in 250 ",
     "bare_loop": r"round 20: \d+\.\d% \(FedCOG\), last",
     "client_tests": r"FedAvg: mean \d+\.\d%, worst .*\nDitto: mean \d+\.\d%, .*ece 0\.\d+",
     "compare_methods": r"fedavg  .*\nfedprox  .*\nfedavg\+fedcog  ",

@@ -11,6 +11,8 @@ from fedcog.federation.device_types import DeviceType
 
 EXPERIMENT_SETTINGS = ("clients", "local_steps", "local_epochs")
 """Settings of an experiment that a device type may change."""
+SPEED = Setting("speed", float, 1.0, "local steps per virtual second", ((">", 0.0),))
+"""The setting that only device types have."""
 
 
 def without_algorithms(text: str, names: Collection[str]) -> str:
@@ -79,6 +81,7 @@ class _Reader:
         self._layers = layers
         self._experiment_settings = experiment_settings
         self._known = {name: experiment_settings[name] for name in EXPERIMENT_SETTINGS}
+        self._known[SPEED.name] = SPEED
         for name, layer in layers:
             own = settings.settings(type(layer))
             for key in layer.per_device_settings:
@@ -112,6 +115,7 @@ class _Reader:
                 values.get("local_steps"),
                 values.get("local_epochs"),
                 self._algorithm_changes(values),
+                values.get(SPEED.name),
             )
         )
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fedcog import data
 from fedcog.algorithms import ALGORITHMS, Algorithm
 from fedcog.core import settings
+from fedcog.core.integers import round_half_up
 from fedcog.core.lr_schedules import LRSchedule, ScheduleKind
 from fedcog.core.metrics import METRICS, parse_names
 from fedcog.core.optimizers import OptimizerKind
@@ -183,7 +184,22 @@ class Experiment:
         0, "examples beyond which a client's weight does not grow; 0: no cap", ">= 0"
     )
     devices: str = setting(
-        "", "device types: 'phone: clients=6 local_steps=50; server: clients=4' and so on"
+        "",
+        "device types: 'phone: clients=6 local_steps=50; server: clients=4 speed=2' and so on; "
+        "speed: local steps per virtual second",
+    )
+    async_buffer: int = setting(
+        0,
+        "answers that the server aggregates at a time, without waiting for slower clients; "
+        "0: rounds are synchronous",
+        ">= 0",
+        identity="if set",
+    )
+    async_staleness: float = setting(
+        0.5,
+        "async_buffer: an update is multiplied by (1 + age)^-N, age in server versions; 0: by 1",
+        ">= 0",
+        identity="if set",
     )
 
     local_steps: int = setting(400, "number of local steps per round", ">= 1")
@@ -337,6 +353,10 @@ class Experiment:
     def num_clients(self) -> int:
         """The number of clients; the default if it depends on data that are not loaded yet."""
         return self.clients or DEFAULT_CLIENTS
+
+    def clients_per_round(self, num_clients: int) -> int:
+        """Return how many of `num_clients` clients train in a round, or at the same time."""
+        return max(1, round_half_up(self.participation * num_clients))
 
     @property
     def partition_config(self) -> PartitionConfig:
@@ -516,6 +536,8 @@ class Experiment:
             )
         if self.privacy != "off":
             yield from self._privacy_faults()
+        if self.async_buffer:
+            yield from self._async_faults()
         for name in parse_names(str(self.metrics)):
             if name not in METRICS:
                 yield settings.unknown_name("metric", name, METRICS)
@@ -582,6 +604,38 @@ class Experiment:
             yield (
                 "with privacy every client counts alike, or its number of examples would be "
                 "revealed: set --weights auto."
+            )
+
+    def _async_faults(self) -> Iterator[str]:
+        """Check that asynchronous rounds are simulated here, and that enough clients train."""
+        if self.backend == "flower" or self.secure_aggregation:
+            yield (
+                "async_buffer simulates time, but Flower nodes answer in real time and wait for "
+                "each other: set --backend simulator and --no-secure-aggregation, or "
+                "--async-buffer 0."
+            )
+        if self.privacy != "off":
+            yield (
+                "privacy accounts for rounds in which every client sends once, but under "
+                "async_buffer a fast client sends several times: set --privacy off or "
+                "--async-buffer 0."
+            )
+        if self.selection != "uniform":
+            yield (
+                "power-of-choice compares the losses of all candidates, but under async_buffer "
+                "some are training: set --selection uniform or --async-buffer 0."
+            )
+        if self.algorithm.num_resums:
+            yield (
+                f"{algorithm_name(self.algorithm)} asks the clients of a round again, but under "
+                "async_buffer they have gone on by then: choose another rule for the mean, or set "
+                "--async-buffer 0."
+            )
+        count = self.clients_per_round(self.clients)
+        if self.clients and self.async_buffer > count:
+            yield (
+                f"async_buffer is {self.async_buffer}, but only {count} clients train at the same "
+                f"time: set --async-buffer to at most {count}, or raise --participation."
             )
 
     def _read_devices(self) -> tuple[list[DeviceType], list[str]]:

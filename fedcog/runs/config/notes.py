@@ -60,6 +60,8 @@ def _unused_settings(experiment: Experiment) -> Iterator[str]:
         yield "dp_clip, dp_noise and dp_delta have no effect without --privacy central or local."
     if experiment.selection == "uniform" and changed("candidates", "choice_loss"):
         yield "candidates and choice_loss have no effect without --selection power-of-choice."
+    if not experiment.async_buffer and changed("async_staleness"):
+        yield "async_staleness has no effect without --async-buffer."
     partition = experiment.partition
     if experiment.partition_args and partition not in FLWR_PARTITIONS:
         yield "partition_args has no effect without --partition flwr-shard or flwr-pathological."

@@ -30,6 +30,7 @@ from fedcog.core.settings import ConfigError
 from fedcog.core.tasks import SCORE_KEYS, with_current_keys
 from fedcog.core.toml import read_toml
 from fedcog.core.tree import Params
+from fedcog.federation.virtual_time.answers import VirtualState
 from fedcog.runs.config.experiment import Experiment, read_recorded
 from fedcog.runs.records.checkpoint import Checkpoint
 from fedcog.runs.records.files import (
@@ -254,6 +255,10 @@ class RunDirectory:
         flat = tree.flatten({"server": checkpoint.server})
         flat |= {f"clients::{name}": value for name, value in checkpoint.clients.items()}
         info = {"format": CHECKPOINT_FORMAT, "round": checkpoint.round} | checkpoint.info
+        if checkpoint.virtual is not None:
+            answers = checkpoint.virtual.to_tensors()
+            flat |= {f"answers::{name}": value for name, value in answers.items()}
+            info["virtual_time"] = checkpoint.virtual.to_info()
         self._write_tensors(CHECKPOINT_FILE, flat, info)
         self._last_save = time.monotonic()
         seconds = max(self._last_save - started, 1e-6)
@@ -287,6 +292,11 @@ class RunDirectory:
                 for name in names
                 if name.startswith("clients::")
             }
+            answers = {
+                name.removeprefix("answers::"): tensors.get_tensor(name).clone()
+                for name in names
+                if name.startswith("answers::")
+            }
         try:
             if info.pop("format") != CHECKPOINT_FORMAT:
                 raise RecordError(
@@ -297,11 +307,14 @@ class RunDirectory:
             if type(round) is not int or round < 0:
                 raise ValueError("the round is not a number")
             server = {"buffers": {}} | tree.unflatten(flat)["server"]
-            checkpoint = Checkpoint(round, server, clients, info)
+            virtual = None
+            if "virtual_time" in info:
+                virtual = VirtualState.from_record(answers, info.pop("virtual_time"))
+            checkpoint = Checkpoint(round, server, clients, info, virtual)
             if any(client_id < 0 for client_id in checkpoint.client_ids):
                 raise ValueError("a client id is negative")
             return checkpoint
-        except (KeyError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise RecordError(
                 f"{file} is not a checkpoint of fedcog: delete {self.path} to start this run anew, "
                 "or choose another --out."

@@ -3,6 +3,7 @@
 To add an algorithm: write its file, then add its class to `ALGORITHMS`.
 """
 
+from fedcog.algorithms.attack import Attack
 from fedcog.algorithms.balanced_softmax import BalancedSoftmax
 from fedcog.algorithms.base import Algorithm
 from fedcog.algorithms.ccvr import CCVR
@@ -113,6 +114,7 @@ __all__ = [
     "UPDATE_PARTS",
     "VHL",
     "Algorithm",
+    "Attack",
     "BalancedSoftmax",
     "Batch",
     "ClientContext",

@@ -6,7 +6,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedcog.algorithms.mean_rule import MeanRule, scale_update
+from fedcog.algorithms.mean_rule import MeanRule
+from fedcog.algorithms.payloads import scaled_update
 from fedcog.algorithms.types import UPDATE_PARTS, ClientContext, LocalWork
 from fedcog.core.settings import setting
 from fedcog.core.tree import Params, State
@@ -92,14 +93,14 @@ class FedDisco(MeanRule):
             discrepancy = discrepancy / broadcast["discrepancy"].clamp(min=1e-30)
         correction = self.b - self.a * discrepancy
         weight = (payload["weight"] + correction * broadcast["weight"]).clamp(min=0)
-        return scale_update(weight / payload["weight"], payload) | {"disco_weight": weight}
+        return scaled_update(weight / payload["weight"], payload) | {"disco_weight": weight}
 
     def aggregate(self, total: State) -> State:
         """Divide the weighted updates by the sum of their weights."""
         new_weight = total["disco_weight"]
         factor = torch.where(new_weight > 0, total["weight"] / new_weight, 0)
         rest = {key: value for key, value in total.items() if key not in _OWN_KEYS}
-        return self.inner.aggregate(rest | scale_update(factor, total))
+        return self.inner.aggregate(rest | scaled_update(factor, total))
 
 
 _OWN_KEYS = ("discrepancy", "disco_weight")

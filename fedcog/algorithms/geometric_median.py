@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from fedcog.algorithms.mean_rule import MeanRule, scale_update
+from fedcog.algorithms.mean_rule import MeanRule
+from fedcog.algorithms.payloads import scaled_update
 from fedcog.algorithms.types import UPDATE_PARTS, ClientContext, LocalWork
 from fedcog.core import tree
 from fedcog.core.settings import setting
@@ -72,14 +73,14 @@ class GeometricMedian(MeanRule):
         distance = tree.norm(tree.subtract(update, broadcast["center"])).clamp(min=self.epsilon)
         closeness = payload["weight"] / distance
         weight = closeness * broadcast["distance"]
-        scaled = scale_update(weight / last_weight, payload)
+        scaled = scaled_update(weight / last_weight, payload)
         return scaled | {"median_weight": weight, "closeness": closeness}
 
     def aggregate(self, total: State) -> State:
         """Divide the weighted updates by the sum of their weights."""
         factor = total["weight"] / total["median_weight"]
         rest = {key: value for key, value in total.items() if key not in _OWN_KEYS}
-        return self.inner.aggregate(rest | scale_update(factor, total))
+        return self.inner.aggregate(rest | scaled_update(factor, total))
 
 
 _OWN_KEYS = ("median_weight", "closeness")

@@ -2,13 +2,8 @@
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from fedcog.algorithms.types import UPDATE_PARTS
 from fedcog.algorithms.wrapper import Wrapper
-from fedcog.core import tree
 from fedcog.core.settings import ConfigError
-from fedcog.core.tree import State
 
 
 @dataclass(frozen=True)
@@ -49,17 +44,3 @@ class MeanRule(Wrapper):
     def needs_full_model(self) -> bool:  # type: ignore[override]
         """Whether it fails when some clients train only a part of the model: it does."""
         return True
-
-
-def scale_update(factor: Tensor, payload: State) -> State:
-    """Multiply a client's update by a factor.
-
-    Args:
-        factor: A 0-d tensor.
-        payload: The client's payload.
-
-    Returns:
-        `"delta"` and `"buffers"`.
-    """
-    update = {key: payload.get(key, {}) for key in UPDATE_PARTS}
-    return tree.apply(lambda value: factor * value, update)

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedcog.algorithms import UPDATE_PARTS
 from fedcog.core import tree
 from fedcog.core.tree import Params, State
 
@@ -70,30 +69,6 @@ def add_totals(totals: Sequence[State]) -> State:
         summed = tree.apply(torch.add, summed, other_summed)
         per_client = tree.apply(lambda *two: torch.cat(two), per_client, other_per_client)
     return summed | per_client
-
-
-def scale_update(factor: float, payload: State, in_per_client: bool = False) -> State:
-    """Multiply a payload's update, and leave everything else as it is.
-
-    The update is what the payload has under a key of `UPDATE_PARTS`, in its per-client part too.
-
-    Args:
-        factor: The factor.
-        payload: The payload of one client.
-        in_per_client: Whether `payload` is inside a per-client part.
-
-    Returns:
-        The payload with a scaled update.
-    """
-    scaled: State = {}
-    for key, value in payload.items():
-        if key in UPDATE_PARTS:
-            scaled |= tree.apply(lambda update: update * factor, {key: value})
-        elif isinstance(value, dict) and (key == "per_client" or in_per_client):
-            scaled[key] = scale_update(factor, value, in_per_client=True)
-        else:
-            scaled[key] = value
-    return scaled
 
 
 def match_template(template: State, flat: Params) -> State:

@@ -1,10 +1,10 @@
-"""Device types: groups of clients that differ in compute, and so in some settings."""
+"""Device types: groups of clients that differ in compute, in some settings, or attack."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
-from fedcog.algorithms import Algorithm
+from fedcog.algorithms import Algorithm, Attack
 
 AnyAlgorithm = TypeVar("AnyAlgorithm", bound=Algorithm)
 
@@ -19,6 +19,7 @@ class DeviceType(NamedTuple):
         local_epochs: Number of local epochs; None means as all others.
         changes: Settings that differ on this device, by algorithm class.
         speed: Local steps per virtual second; None means 1.
+        attack: How these clients attack; None if they are honest.
     """
 
     name: str
@@ -27,6 +28,7 @@ class DeviceType(NamedTuple):
     local_epochs: float | None = None
     changes: Mapping[type[Algorithm], Mapping[str, Any]] = {}
     speed: float | None = None
+    attack: Attack | None = None
 
     @property
     def description(self) -> str:
@@ -36,21 +38,26 @@ class DeviceType(NamedTuple):
             "local_epochs": self.local_epochs,
             "speed": self.speed,
         }
+        if self.attack is not None:
+            own["attack"] = self.attack.kind
         own = {name: value for name, value in own.items() if value is not None}
         for changes in self.changes.values():
             own |= changes
         return ", ".join(f"{name} {value}" for name, value in own.items()) or "no changes"
 
     def adapt(self, algorithm: AnyAlgorithm) -> AnyAlgorithm:
-        """Return the algorithm with this device's settings."""
-        if not self.changes:
-            return algorithm
-        return cast(AnyAlgorithm, algorithm.map_layers(self._adapt_layer))
+        """Return the algorithm with this device's settings, and around it the attack, if any."""
+        adapted = algorithm
+        if self.changes:
+            adapted = cast(AnyAlgorithm, algorithm.map_layers(self._adapt_layer))
+        if self.attack is None:
+            return adapted
+        return cast(AnyAlgorithm, dataclasses.replace(self.attack, inner=adapted))
 
     def trains_like(self, other: "DeviceType") -> bool:
         """Return whether no setting but the speed differs from another type's."""
-        mine = (self.local_steps, self.local_epochs, self.changes)
-        return mine == (other.local_steps, other.local_epochs, other.changes)
+        mine = (self.local_steps, self.local_epochs, self.changes, self.attack)
+        return mine == (other.local_steps, other.local_epochs, other.changes, other.attack)
 
     def _adapt_layer(self, layer: Algorithm) -> Algorithm:
         changes = self.changes.get(type(layer), {})

@@ -351,6 +351,7 @@ def _scores_section(groups: Sequence[Group]) -> str:
     )
     drawn = figure(score_plot, _score_caption(groups, name, starts))
     drawn += _virtual_time_figure(groups, name)
+    drawn += _attack_figure(groups, starts)
     losses = run_values.curves(groups, lambda record: [record.get("loss")])
     if losses:
         caption = "Loss in local training, weighted mean over the round's clients."
@@ -391,6 +392,22 @@ def _virtual_time_figure(groups: Sequence[Group], name: str) -> str:
         "steps divided by its speed. A synchronous round ends with its slowest client, an "
         "asynchronous one when enough answers have arrived. Mean over seeds of each round, at "
         "their mean time."
+    )
+    return figure(plot, caption)
+
+
+def _attack_figure(groups: Sequence[Group], starts: Sequence[int]) -> str:
+    """Curves of the attacks' success; empty if no run has recorded it."""
+    successes = run_values.curves(groups, lambda record: [record.get("attack_success")])
+    if not successes:
+        return ""
+    plot = figures.curves_figure(
+        successes, "attack success (%)", size=(4.8, 3.3), percent=True, marks=starts
+    )
+    caption = (
+        "Share of test examples that the global model decides as the attack wants, among those "
+        "whose label it wants changed: with the trigger for a backdoor, as they are for a label "
+        "flip. The accuracy beside is that on clean test examples."
     )
     return figure(plot, caption)
 

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedcog.algorithms import Algorithm
+from fedcog.algorithms import Algorithm, Attack
 from fedcog.core.metrics import calibration_stats, evaluate_functions
 from fedcog.core.tasks import Metric
 from fedcog.core.tree import Params, State
+from fedcog.engine.evaluation import BATCH_SIZE
 from fedcog.federation.backend import ClientEvaluation
 from fedcog.federation.simulator import Simulator
 
@@ -18,6 +19,8 @@ CALIBRATION = "calibration"
 """Name of the calibration statistics among class statistics."""
 OWN_METRIC = "own_metric/"
 """Prefix of the user's metrics among class statistics."""
+ATTACK_SUCCESS = "attack_success"
+"""Key of the share of test examples that are decided as an attack wants."""
 PREFIXES = {"global": "", "personal": "personal_"}
 """Prefix of a score in `local_test`, by model."""
 
@@ -43,6 +46,8 @@ class ModelScorer:
         self._test_counts = simulator.test_class_counts
         self._use_test_set = use_test_set
         self._metrics = simulator.metrics
+        attacks = [device.attack for device in simulator.device_types if device.attack is not None]
+        self._attack = next((attack for attack in attacks if attack.has_success), None)
 
     @property
     def metric(self) -> Metric:
@@ -56,11 +61,24 @@ class ModelScorer:
         stats: Params = {}
         if self._use_test_set:
             stats = self._test_stats(weights)
+            if self._attack is not None:
+                stats[ATTACK_SUCCESS] = self._attack_success(self._attack, weights)
         if len(data.validation):
             x = data.train_x[data.validation.to(data.train_x.device)]
             y = data.train_y[data.validation]
             stats["validation"] = self._evaluator.class_stats(weights, x, y)
         return stats
+
+    def _attack_success(self, attack: Attack, weights: Params) -> Tensor:
+        """Return how often the model decides on test examples as an attack wants, 0-d."""
+        data = self._data
+        decisions = []
+        for rows in torch.split(torch.arange(len(data.test_y)), BATCH_SIZE):
+            inputs = data.to_inputs(data.test_x[rows])
+            if attack.has_trigger:
+                inputs = attack.stamp(inputs)
+            decisions.append(self._task.decide(self._evaluator.model.predict(weights, inputs)))
+        return attack.success(torch.cat(decisions), data.test_y, self._task.num_classes)
 
     def _test_stats(self, weights: Params) -> Params:
         """Return class statistics on the test set, and what further metrics need."""

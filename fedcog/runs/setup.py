@@ -37,6 +37,7 @@ from fedcog.models.libraries import input_note, name_fault
 from fedcog.models.tokens import check_tokens, continuous_shape
 from fedcog.models.zoo import MODELS, build
 from fedcog.runs.config.composition import named_layers
+from fedcog.runs.config.device_config import prepare_attack
 from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.config.object_names import object_names
 from fedcog.runs.config.user_code import describe_network, function_source, user_source
@@ -536,7 +537,10 @@ class ExperimentSetup:
             local_epochs=experiment.local_epochs,
             weights=weights,
             weight_cap=experiment.weight_cap,
-            device_types=experiment.device_types,
+            device_types=[
+                prepare_attack(device, self.dataset, self.data, self.model.num_classes)
+                for device in experiment.device_types
+            ],
         )
 
     def _choose_mapping(self) -> tuple[Mapping, int]:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from fedcog.algorithms import Algorithm
+from fedcog.algorithms.payloads import scale_update
 from fedcog.core import tree
 from fedcog.core.timing import Timings
 from fedcog.core.tree import Params, State
-from fedcog.engine.aggregation import scale_update
 from fedcog.federation.backend import (
     ClientEvaluation,
     ClientFindings,

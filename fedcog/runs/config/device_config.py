@@ -1,18 +1,25 @@
 """Device types as text: 'phone: clients=6 local_steps=50 heterofl.width=0.5; server: clients=4'."""
 
+import dataclasses
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from fedcog.algorithms import ALGORITHMS, Algorithm
+import torch
+
+from fedcog.algorithms import ALGORITHMS, Algorithm, Attack
+from fedcog.algorithms.attack import TRIGGER_SIZE
 from fedcog.core import settings
-from fedcog.core.settings import Setting
+from fedcog.core.settings import ConfigError, Setting
+from fedcog.data import Dataset, FederatedData
 from fedcog.federation.device_types import DeviceType
 
 EXPERIMENT_SETTINGS = ("clients", "local_steps", "local_epochs")
 """Settings of an experiment that a device type may change."""
 SPEED = Setting("speed", float, 1.0, "local steps per virtual second", ((">", 0.0),))
-"""The setting that only device types have."""
+"""The speed, which only device types have."""
+ATTACK_SETTINGS = settings.settings(Attack)
+"""The settings of an attack: `attack=KIND` sets the kind, `attack.NAME=VALUE` the others."""
 
 
 def without_algorithms(text: str, names: Collection[str]) -> str:
@@ -68,6 +75,55 @@ def read_device_types(
     return devices, faults
 
 
+def prepare_attack(
+    device: DeviceType, dataset: Dataset, data: FederatedData, num_classes: int
+) -> DeviceType:
+    """Check a device type's attack against the data, and add what its trigger needs of them.
+
+    Args:
+        device: The device type.
+        dataset: The data set.
+        data: The same, as clients have it.
+        num_classes: Number of classes.
+
+    Returns:
+        The device type.
+
+    Raises:
+        ConfigError: If these data cannot be attacked so.
+    """
+    attack = device.attack
+    if attack is None:
+        return device
+    if dataset.multi_label and attack.kind != "sign-flip":
+        raise ConfigError(
+            [f"devices, {device.name}: {attack.kind} needs examples with one label each."]
+        )
+    largest = max(attack.target, attack.source)
+    if "target" in attack.used_settings and largest >= num_classes:
+        raise ConfigError(
+            [
+                f"devices, {device.name}: there is no class {largest}: classes are 0 to "
+                f"{num_classes - 1}."
+            ]
+        )
+    if not attack.has_trigger:
+        return device
+    images = dataset.train_x
+    if images.dim() != 4 or min(images.shape[-2:]) < TRIGGER_SIZE:
+        raise ConfigError(
+            [
+                f"devices, {device.name}: a trigger needs images of at least {TRIGGER_SIZE} x "
+                f"{TRIGGER_SIZE} pixels: choose label-flip or sign-flip."
+            ]
+        )
+    if images.dtype == torch.uint8:
+        images = torch.full_like(images[:1], 255)
+    brightest = data.to_inputs(images).amax((0, 2, 3))
+    attack = dataclasses.replace(attack, brightest=tuple(brightest.tolist()))
+    return device._replace(attack=attack)
+
+
 class _Reader:
     """Parses device types one by one, and collects all faults."""
 
@@ -82,6 +138,8 @@ class _Reader:
         self._experiment_settings = experiment_settings
         self._known = {name: experiment_settings[name] for name in EXPERIMENT_SETTINGS}
         self._known[SPEED.name] = SPEED
+        for key, one in ATTACK_SETTINGS.items():
+            self._known["attack" if key == "kind" else f"attack.{key}"] = one
         for name, layer in layers:
             own = settings.settings(type(layer))
             for key in layer.per_device_settings:
@@ -116,8 +174,32 @@ class _Reader:
                 values.get("local_epochs"),
                 self._algorithm_changes(values),
                 values.get(SPEED.name),
+                self._attack(name, values),
             )
         )
+
+    def _attack(self, device: str, values: Mapping[str, Any]) -> Attack | None:
+        """Return the attack of a device type."""
+        kind = values.get("attack", "none")
+        given = {
+            key.removeprefix("attack."): value
+            for key, value in values.items()
+            if key.startswith("attack.")
+        }
+        if kind == "none":
+            if given:
+                self.faults.append(
+                    f"devices, {device}: attack.{next(iter(given))} needs an attack: add "
+                    "attack=backdoor, for example."
+                )
+            return None
+        attack = Attack(kind=kind, **given)
+        if unused := sorted(given.keys() - set(attack.used_settings)):
+            self.faults.append(
+                f"devices, {device}: {kind} has no {', '.join(unused)}; it has "
+                f"{', '.join(attack.used_settings)}."
+            )
+        return attack
 
     def _read_setting(self, device: str, word: str, values: dict[str, Any]) -> None:
         """Parse one setting, such as 'local_steps=50', into `values`."""

@@ -32,6 +32,7 @@ COST_WORDS = {
     "skipped",
     "refused",
     "forgot",
+    "attack",
 }
 """Of a metric whose key has one of these words, less is better."""
 

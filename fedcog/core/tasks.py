@@ -24,9 +24,12 @@ EXTRA_METRICS = ("c_p", "c_r", "c_f1", "o_p", "o_r", "s_p", "s_r", "s_f1", "map"
 (o) and by example (s), and mean average precision (map).
 """
 
+ATTACK_SUCCESS = "attack_success"
+"""Key of the share of test examples that the model decides as an attack wants."""
 SCORE_KEYS = (
     *(f"{prefix}{name}" for prefix in ("", "label_mix_", "validation_") for name in METRIC_LABELS),
     *EXTRA_METRICS,
+    ATTACK_SUCCESS,
 )
 """Keys of `rounds.jsonl` that hold scores between 0 and 1."""
 

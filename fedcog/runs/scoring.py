@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedcog.algorithms import Algorithm, Attack
 from fedcog.core.metrics import calibration_stats, evaluate_functions
-from fedcog.core.tasks import Metric
+from fedcog.core.tasks import ATTACK_SUCCESS, Metric
 from fedcog.core.tree import Params, State
 from fedcog.engine.evaluation import BATCH_SIZE
 from fedcog.federation.backend import ClientEvaluation
@@ -19,8 +19,6 @@ CALIBRATION = "calibration"
 """Name of the calibration statistics among class statistics."""
 OWN_METRIC = "own_metric/"
 """Prefix of the user's metrics among class statistics."""
-ATTACK_SUCCESS = "attack_success"
-"""Key of the share of test examples that are decided as an attack wants."""
 PREFIXES = {"global": "", "personal": "personal_"}
 """Prefix of a score in `local_test`, by model."""
 

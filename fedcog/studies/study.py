@@ -21,6 +21,7 @@ CellMetric = (
         "accuracy",
         "personal_accuracy",
         "validation_accuracy",
+        "attack_success",
         "seconds",
         "seconds_all_rounds",
         "distance_to_mean",
@@ -31,7 +32,7 @@ CellMetric = (
 )
 """What a cell shows.
 
-`accuracy` and `validation_accuracy` are the global model's. `personal_accuracy`,
+`accuracy`, `validation_accuracy` and `attack_success` are the global model's. `personal_accuracy`,
 `distance_to_mean`, `local_accuracy` (whole test set) and `own_label_accuracy` are means over the
 clients' local models. `seconds` is the time of the run as it is; `seconds_all_rounds` assumes that
 every round takes as long as the last one.

@@ -34,5 +34,6 @@ def studies() -> dict[str, Study]:
         comparisons.flair(),
         comparisons.beyond_the_paper(),
         methods.all_methods(),
+        methods.attacks(),
     )
     return {study.name: study for study in ordered}

@@ -1,6 +1,18 @@
-"""A study of ours: every method of the library at its published hyperparameters."""
+"""Studies of ours: every method at its published hyperparameters, and attacks."""
 
-from fedcog.algorithms import ALGORITHMS, FedSAM
+from collections.abc import Callable, Iterator
+
+from fedcog.algorithms import (
+    ALGORITHMS,
+    Algorithm,
+    FedCOG,
+    FedSAM,
+    GeometricMedian,
+    Krum,
+    Median,
+    MultiKrum,
+    TrimmedMean,
+)
 from fedcog.runs.config.composition import make_algorithm
 from fedcog.studies.paper.experiments import (
     CIFAR10_NIID1,
@@ -10,7 +22,7 @@ from fedcog.studies.paper.experiments import (
     fedcog_around,
     method,
 )
-from fedcog.studies.study import Cell, Study
+from fedcog.studies.study import Cell, CellMetric, Study, WarmStart, warm_start_of
 
 PERSONALIZED = ("fedavg", "fedrep", "fedper", "fedbabu", "ditto")
 """Methods whose local models are compared; all but FedAvg and FedBABU have no other."""
@@ -46,6 +58,64 @@ def all_methods() -> Study:
         cells=tuple(cells),
         reference_row="FedAvg",
     )
+
+
+ATTACKS = {
+    "label flip": "attack=label-flip",
+    "sign flip, 4 times": "attack=sign-flip attack.scale=4",
+    "backdoor": "attack=backdoor attack.share=0.5",
+    "replacement, 5 times": "attack=replacement attack.scale=5 attack.share=0.5",
+    "backdoor until round 50": "attack=backdoor attack.share=0.5 attack.until=50",
+}
+"""What two of ten clients do, in the words of `--devices`."""
+AGGREGATIONS: dict[str, Callable[[Algorithm], Algorithm]] = {
+    "mean": lambda inner: inner,
+    "median": Median,
+    "trimmed mean": lambda inner: TrimmedMean(inner, trim=2),
+    "Krum": lambda inner: Krum(inner, attackers=2),
+    "multi-Krum": lambda inner: MultiKrum(inner, attackers=2),
+    "geometric median": GeometricMedian,
+}
+"""Rules for the mean of the clients' updates."""
+
+
+def attacks() -> Study:
+    """Attacks against robust means, with FedCOG and without."""
+    cells = []
+    for attack, words in ATTACKS.items():
+        devices = f"honest: clients=8; attacker: clients=2 {words}"
+        metrics: list[CellMetric] = ["accuracy"]
+        if "sign-flip" not in words:
+            metrics.append("attack_success")
+        for metric in metrics:
+            block = f"{attack}, {metric.replace('_', ' ')}"
+            for row, algorithm, warm_start in _attacked_algorithms():
+                started = experiment(CIFAR10_NIID1, algorithm, devices=devices)
+                cells.append(Cell(block, row, started, warm_start, metric=metric))
+    return Study(
+        name="attacks",
+        title="Attacks, robust means and FedCOG",
+        source="no part of the paper",
+        description=(
+            "CIFAR-10, NIID-1, ten clients, of which two attack: they train on flipped labels, "
+            "send their update times -4, or train half of every batch with a trigger and label 0, "
+            "once more with the update times 5, and once until FedCOG begins. 70 rounds; FedCOG: "
+            "50 of FedAvg, then 20 of FedCOG, from the same state. Attack success is the share of "
+            "test examples that are decided as the attack wants: lower is better."
+        ),
+        cells=tuple(cells),
+        reference_row="mean",
+    )
+
+
+def _attacked_algorithms() -> Iterator[tuple[str, Algorithm, WarmStart]]:
+    """Every rule for the mean, with FedCOG and without, by row."""
+    for name, around in AGGREGATIONS.items():
+        algorithm = around(Algorithm())
+        warm_start = warm_start_of(algorithm)
+        yield name, algorithm, warm_start
+        fedcog = FedCOG(algorithm, start_round=warm_start.rounds, weighting="balanced")
+        yield f"{name} + FedCOG", fedcog, warm_start
 
 
 def _cells(setting: str, name: str) -> list[Cell]:

@@ -97,7 +97,8 @@ def _print_table(
             cells = ", ".join(f"{columns[index]} {row[index]}" for index in used[1:])
             print_result(f"{title}, {row[0]}: {cells}", style)
         return
-    printed = Table(title=title, title_justify="left")
+    print_result(f"{title}:", style)  # a title would break in a narrow table
+    printed = Table()
     for index in used:
         printed.add_column(columns[index], overflow="fold", no_wrap=index == 0)
     for row in rows:

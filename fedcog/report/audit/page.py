@@ -35,7 +35,7 @@ def page(audit: Audit) -> str:
     title = f"What {about['algorithm']} on {about['dataset']} leaks"
     parts = [
         ("inversion", "Gradient inversion", _inversion(audit)),
-        ("pictures", "Originals and reconstructions", _pictures(audit)),
+        ("pictures", "Originals and what the attack finds", _pictures(audit)),
         ("membership", "Membership inference", _membership(audit)),
         ("notes", "How to read this", _notes(audit)),
         ("settings", "Settings", _settings(audit)),
@@ -79,7 +79,8 @@ def _inversion(audit: Audit) -> str:
 
 def _pictures(audit: Audit) -> str:
     """Originals above reconstructions, for every attack on images."""
-    return "".join(_figure(attack) for attack in audit.attacks if attack.pictures is not None)
+    figures = "".join(_figure(attack) for attack in audit.attacks if attack.pictures is not None)
+    return f'<div class="figures">{figures}</div>' if figures else ""
 
 
 def _figure(attack: Attack) -> str:
@@ -98,7 +99,7 @@ def _figure(attack: Attack) -> str:
     filler = "<td></td>" * (MAX_PICTURES - len(names))
     head = "".join(f'<th scope="col">{text(name)}</th>' for name in names)
     rows = _row("original", originals, names, filler)
-    rows += _row("reconstructed", reconstructions, names, filler)
+    rows += _row("attack", reconstructions, names, filler)
     return (
         f'<figure><table class="pictures"><thead><tr><td></td>{head}{filler}</tr></thead>'
         f"<tbody>{rows}</tbody></table><figcaption>{text(caption)}</figcaption></figure>"

@@ -118,7 +118,7 @@ def attack(
     started = time.perf_counter()
     prepared = audited.prepared
     try:
-        seen = observe(audited, case, client_ids)
+        seen = observe(audited, case, client_ids, is_sum=empty.target == "sum")
         num_inputs = min(seen.num_examples, MAX_INPUTS)
         if not all(bool(value.isfinite().all()) for value in seen.gradient.values()):
             return dataclasses.replace(empty, problem="The update is not finite.")

@@ -26,6 +26,8 @@ DECAY_AT = (3 / 8, 5 / 8, 7 / 8)
 """Fractions of the iterations after which the step size is divided by 10."""
 CLOSED_FORM_COST = 1e-4
 """Cosine cost up to which an input in closed form is taken as it is."""
+DERIVATIVE_ERROR_WORDS = ("derivative", "differentiate", "require grad", "not implemented")
+"""Words in torch's errors about functions without second derivatives."""
 NUM_REPORTS = 50
 """Number of times that an attack reports its progress."""
 
@@ -218,7 +220,7 @@ def invert(
                 return found
             return _optimize(known, inputs, targets, config, on_iteration)
     except (NotImplementedError, RuntimeError) as error:
-        if "derivative" not in str(error) and "not implemented" not in str(error):
+        if not any(words in str(error) for words in DERIVATIVE_ERROR_WORDS):
             raise
         reason = str(error).strip().splitlines()[0]
         raise ModelError(f"this network has no second derivatives ({reason}).") from error

@@ -246,7 +246,9 @@ def refusal(audited: AuditedRun) -> str:
     return ""
 
 
-def observe(audited: AuditedRun, case: AuditCase, client_ids: list[int]) -> Observation:
+def observe(
+    audited: AuditedRun, case: AuditCase, client_ids: list[int], *, is_sum: bool = False
+) -> Observation:
     """Let clients train for a round, and return what the server sees of them.
 
     The payloads are those of the run's algorithm and engine. With differential privacy they are
@@ -258,6 +260,7 @@ def observe(audited: AuditedRun, case: AuditCase, client_ids: list[int]) -> Obse
         audited: The run.
         case: How much the clients train.
         client_ids: The clients whose payloads are summed.
+        is_sum: Whether this is the round's sum, to which central privacy adds noise.
 
     Returns:
         The observation.
@@ -267,7 +270,7 @@ def observe(audited: AuditedRun, case: AuditCase, client_ids: list[int]) -> Obse
     result, _ = simulator.train(request.spec, client_ids)
     total = result.total
     privacy = audited.prepared.privacy
-    if privacy is not None and len(client_ids) > 1:
+    if privacy is not None and is_sum:
         total = privacy.protect_sum(total, request.round)
     start = _start(audited)
     num_steps = simulator.num_steps[torch.tensor(client_ids)]

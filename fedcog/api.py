@@ -352,7 +352,7 @@ class AuditKeywords(ObjectKeywords, total=False):
         steps: Number of local steps of audited clients, instead of the usual cases.
         examples: Number of examples in a local step, instead of the usual cases.
         iterations: Number of iterations of every attack; 1500 by default.
-        tv: Weight of the total variation in the attack on images; 0.001 by default.
+        tv: Weight of the total variation in the attack on images; 0.01 by default.
         labels: Where the attacker's labels come from: "inferred" (from the head's gradient) or
             "optimized".
         seed: Seed of the attacks; 0 by default.

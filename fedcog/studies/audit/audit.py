@@ -50,7 +50,7 @@ class AuditSettings:
     steps: int | None = None
     examples: int | None = None
     iterations: int = 1500
-    tv: float = 0.001
+    tv: float = 0.01
     labels: LabelAttack = "inferred"
     seed: int = 0
     device: str = ""

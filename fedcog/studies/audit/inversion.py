@@ -48,7 +48,7 @@ class AttackConfig(NamedTuple):
 
     iterations: int = 1500
     lr: float = 0.1
-    tv: float = 0.001
+    tv: float = 0.01
     labels: LabelAttack = "inferred"
     seed: int = 0
 

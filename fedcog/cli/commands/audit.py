@@ -88,13 +88,15 @@ def _print_table(
 ) -> None:
     """Print a table, or a line for each row in plain style."""
     from fedcog.report.audit.table import used_columns
+    from fedcog.report.markup import NO_VALUE
 
     if not rows or style == "quiet":
         return
     used = used_columns(columns, rows)
     if style == "plain":
         for row in rows:
-            cells = ", ".join(f"{columns[index]} {row[index]}" for index in used[1:])
+            known = [index for index in used[1:] if row[index] != NO_VALUE]
+            cells = ", ".join(f"{columns[index]} {row[index]}" for index in known)
             print_result(f"{title}, {row[0]}: {cells}", style)
         return
     print_result(f"{title}:", style)  # a title would break in a narrow table

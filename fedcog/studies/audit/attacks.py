@@ -30,6 +30,8 @@ from fedcog.studies.audit.observation import (
 
 MAX_INPUTS = 16
 """Number of inputs that an attack reconstructs, at most."""
+MAX_NUMBERS = 2**20
+"""Number of numbers in these inputs, at most: six images of 3x224x224."""
 NUM_MEAN_IMAGES = 2000
 """Number of training examples whose mean is a baseline, at most."""
 BATCHNORM_ERROR = "more than 1 value per channel"
@@ -119,7 +121,8 @@ def attack(
     prepared = audited.prepared
     try:
         seen = observe(audited, case, client_ids, is_sum=empty.target == "sum")
-        num_inputs = min(seen.num_examples, MAX_INPUTS)
+        size = math.prod(prepared.dataset.input_shape)
+        num_inputs = min(seen.num_examples, MAX_INPUTS, max(MAX_NUMBERS // size, 1))
         if not all(bool(value.isfinite().all()) for value in seen.gradient.values()):
             return dataclasses.replace(empty, problem="The update is not finite.")
         values = value_range(prepared)

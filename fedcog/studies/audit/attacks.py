@@ -34,6 +34,8 @@ MAX_NUMBERS = 2**20
 """Number of numbers in these inputs, at most: six images of 3x224x224."""
 NUM_MEAN_IMAGES = 2000
 """Number of training examples whose mean is a baseline, at most."""
+MAX_AVERAGED_NUMBERS = 2**26
+"""Number of numbers in these examples, at most: 445 images of 3x224x224."""
 BATCHNORM_ERROR = "more than 1 value per channel"
 """Words in torch's error about a batch that BatchNorm cannot normalize."""
 
@@ -126,17 +128,7 @@ def attack(
         if not all(bool(value.isfinite().all()) for value in seen.gradient.values()):
             return dataclasses.replace(empty, problem="The update is not finite.")
         values = value_range(prepared)
-        known = Knowledge(
-            model=prepared.model,
-            params=seen.params,
-            buffers=seen.buffers,
-            multi_label=prepared.task.multi_label,
-            gradient=seen.gradient,
-            low=values.low,
-            high=values.high,
-            is_image=len(prepared.dataset.input_shape) == 3,
-        )
-        found = invert(known, num_inputs, config, on_iteration)
+        found = invert(_knowledge(audited, seen, values), num_inputs, config, on_iteration)
     except (ModelError, ValueError) as error:
         if BATCHNORM_ERROR in str(error):
             error = ModelError("BatchNorm cannot train on a single value.")
@@ -161,6 +153,21 @@ def attack(
     )
 
 
+def _knowledge(audited: AuditedRun, seen: Observation, values: ValueRange) -> Knowledge:
+    """Return what the attacker knows: everything but the clients' examples."""
+    prepared = audited.prepared
+    return Knowledge(
+        model=prepared.model,
+        params=seen.params,
+        buffers=seen.buffers,
+        multi_label=prepared.task.multi_label,
+        gradient=seen.gradient,
+        low=values.low,
+        high=values.high,
+        is_image=len(prepared.dataset.input_shape) == 3,
+    )
+
+
 class _Comparison(NamedTuple):
     """Compares guesses with what clients trained on."""
 
@@ -181,7 +188,8 @@ class _Comparison(NamedTuple):
         """Return the PSNR of guesses that ignore the update."""
         data = self.audited.prepared.data
         shape = self.audited.prepared.dataset.input_shape
-        order = rng.permutation(seed, "audit/mean", 0, len(data.train_y))[:NUM_MEAN_IMAGES]
+        num_averaged = min(NUM_MEAN_IMAGES, max(MAX_AVERAGED_NUMBERS // math.prod(shape), 1))
+        order = rng.permutation(seed, "audit/mean", 0, len(data.train_y))[:num_averaged]
         mean = data.to_inputs(data.train_x[order.to(data.train_x.device)]).mean(0)
         zero = torch.zeros(1, dtype=torch.int64)
         uniform = rng.uniform(seed, "audit/noise", 0, zero, (num_inputs, *shape))[0].to(mean)

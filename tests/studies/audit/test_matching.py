@@ -35,7 +35,7 @@ def test_squared_errors_do_not_need_all_originals_at_once() -> None:
         return originals[rows]
 
     errors = squared_errors(originals[:2], 1100, some)
-    assert errors.shape == (2, 1100) and max(sizes) <= 512 and sum(sizes) == 1100
+    assert errors.shape == (2, 1100) and max(sizes) <= 128 and sum(sizes) == 1100
     assert errors[0, 0] == 0 and errors[1, 1] == 0
 
 

@@ -207,14 +207,17 @@ class AuditProgress:
         Args:
             attack: What is attacked.
             done: Finished iterations of all attacks.
-            total: Iterations of all attacks.
+            total: Iterations of all attacks; 0 if they are not known yet.
             cost: Cosine cost; NaN if there is none yet.
         """
         text = "" if math.isnan(cost) else f"cosine cost {cost:.4f}"
         if self._display == "bar":
-            self._bar.update(self._task, completed=done, total=total, description=attack, cost=text)
+            self._bar.update(
+                self._task, completed=done, total=total or None, description=attack, cost=text
+            )
         elif self._display != "none" and attack != self._last:
-            self._console.print(f"fedcog: {attack} ({done} of {total} iterations)", markup=False)
+            share = f" ({done} of {total} iterations)" if total else ""
+            self._console.print(f"fedcog: {attack}{share}", markup=False)
         self._last = attack
 
 

@@ -158,7 +158,7 @@ def _audit(
     audited: AuditedRun, settings: AuditSettings, command: str | None, on_progress: OnProgress
 ) -> Audit:
     prepared = audited.prepared
-    on_progress("membership inference", 0, 1, math.nan)
+    on_progress("membership inference", 0, 0, math.nan)
     membership = _membership(audited)
     reason = refusal(audited)
     attacks = [] if reason else _attacks(audited, settings, on_progress)
@@ -242,7 +242,7 @@ def _attacks(audited: AuditedRun, settings: AuditSettings, on_progress: OnProgre
 
             empty = Attack(name, target, len(client_ids))
             attacks.append(attack(audited, case, client_ids, config, empty, _show))
-    on_progress("done", total, total, math.nan)
+            on_progress(title, done + settings.iterations, total, math.nan)
     return attacks
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 MAX_PSNR = 100.0
 """PSNR of equal inputs, in dB: a mean squared error of 1e-10."""
 ORIGINALS_AT_A_TIME = 128
-NUM_GUESSES = 1000
+NUM_GUESSES = 10_000
 """Number of random guesses that estimate how many labels are right by chance."""
 
 

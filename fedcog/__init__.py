@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         StepGradient,
         Wrapper,
     )
-    from fedcog.api import compare, partition, plot, run, sweep
+    from fedcog.api import audit, compare, partition, plot, run, sweep
     from fedcog.core import tree
     from fedcog.core.errors import Interrupted
     from fedcog.core.settings import ConfigError, setting
@@ -74,6 +74,8 @@ if TYPE_CHECKING:
     from fedcog.runs.records.run_directory import RecordError
     from fedcog.runs.records.summary import Group, group
     from fedcog.runs.tracking import Tracker
+    from fedcog.studies.audit.attacks import Attack
+    from fedcog.studies.audit.audit import Audit
     from fedcog.studies.comparison_table import table
     from fedcog.studies.tuning.sweep import Tuned
 
@@ -83,7 +85,7 @@ _MODULES = {
         "FedAvg FedAvgM FedCOG FedDecorr FedDyn FedExP FedGen FedNova FedProx FedReg FedRep FedSAM "
         "FederationInit HeteroFL LocalWork Loss StepGradient Wrapper"
     ),
-    "fedcog.api": "compare partition plot run sweep",
+    "fedcog.api": "audit compare partition plot run sweep",
     "fedcog.core": "tree",
     "fedcog.core.errors": "Interrupted",
     "fedcog.core.settings": "ConfigError setting",
@@ -106,6 +108,8 @@ _MODULES = {
     "fedcog.runs.records.run_directory": "RecordError",
     "fedcog.runs.records.summary": "Group group",
     "fedcog.runs.tracking": "Tracker",
+    "fedcog.studies.audit.attacks": "Attack",
+    "fedcog.studies.audit.audit": "Audit",
     "fedcog.studies.comparison_table": "table",
     "fedcog.studies.tuning.sweep": "Tuned",
 }
@@ -118,6 +122,8 @@ __all__ = [
     "SCAFFOLD",
     "VHL",
     "Algorithm",
+    "Attack",
+    "Audit",
     "Batch",
     "ClientContext",
     "ConfigError",
@@ -162,6 +168,7 @@ __all__ = [
     "Tuned",
     "Wrapper",
     "__version__",
+    "audit",
     "compare",
     "distillation_loss",
     "export",

@@ -1,13 +1,16 @@
 """The functions that users call: they carry out experiments and write the reports."""
 
 import contextlib
+import dataclasses
 import difflib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, get_type_hints
 
 from torch import Tensor, nn
 
+from fedcog.algorithms import Algorithm
 from fedcog.core.metrics import MetricFunctions
 from fedcog.core.settings import ConfigError
 from fedcog.data import Dataset
@@ -20,9 +23,10 @@ from fedcog.runs.config.notes import warn_about_settings
 from fedcog.runs.config.user_objects import UserObjects
 from fedcog.runs.environment import torch_settings
 from fedcog.runs.experiment_data import split_dataset
+from fedcog.runs.records.files import without_nan
 from fedcog.runs.records.frames import Runs
 from fedcog.runs.records.recorded_run import Run
-from fedcog.runs.records.run_directory import RunDirectory
+from fedcog.runs.records.run_directory import RunDirectory, write_file
 from fedcog.runs.runner import (
     Callback,
     Runner,
@@ -33,6 +37,8 @@ from fedcog.runs.runner import (
 )
 from fedcog.runs.torchrun_runs import follow
 from fedcog.runs.tracking import Tracker
+from fedcog.studies.audit.audit import Audit, AuditSettings, audit_run
+from fedcog.studies.audit.inversion import LabelAttack
 from fedcog.studies.tuning.sweep import (
     SearchOptions,
     Sweep,
@@ -335,6 +341,107 @@ def partition(
         )
     experiment = Experiment(partition=name, dataset="custom", **keywords)
     return split_dataset(experiment, dataset)
+
+
+class AuditKeywords(ObjectKeywords, total=False):
+    """Keyword arguments of `audit`: how to audit, and what the run used of your own.
+
+    Attributes:
+        algorithm: Your algorithm, if the run used one.
+        client: The client whose update is attacked; by default the first that the server samples.
+        steps: Number of local steps of audited clients, instead of the usual cases.
+        examples: Number of examples in a local step, instead of the usual cases.
+        iterations: Number of iterations of every attack; 1500 by default.
+        tv: Weight of the total variation in the attack on images; 0.01 by default.
+        labels: Where the attacker's labels come from: "inferred" (from the head's gradient) or
+            "optimized".
+        seed: Seed of the attacks; 0 by default.
+        device: Where to compute; by default as the run.
+        data_dir: Folder with the data sets; by default as the run.
+        command: The command line to record.
+        progress: Whether to show progress on stderr; by default on a terminal only.
+    """
+
+    algorithm: Algorithm | None
+    client: int | None
+    steps: int | None
+    examples: int | None
+    iterations: int
+    tv: float
+    labels: LabelAttack
+    seed: int
+    device: str
+    data_dir: str
+    command: str | None
+    progress: bool | None
+
+
+def audit(run: str | Path, **keywords: Unpack[AuditKeywords]) -> Audit:
+    """Measure what a run leaks, and write audit.json and audit.html beside it.
+
+    Gradient inversion attacks the update of one client and the sum of the round's updates, as a
+    server without and with secure aggregation sees them in the round after the last checkpoint.
+    Membership inference examines the global model and the inputs that FedCOG generates.
+
+    Args:
+        run: The run directory.
+        **keywords: `client`, `steps`, `examples`, `iterations`, `tv`, `labels`, `seed`, `device`,
+            `data_dir`: how to audit. `data`, `model`, `generator`, `augmentation`, `algorithm`:
+            your own objects that the run used. `command`, `progress`: see `run`.
+
+    Returns:
+        The audit.
+
+    Raises:
+        ConfigError: If a setting is invalid, the client is unknown, or an object is missing.
+        RecordError: If there is no run or no checkpoint, or data or network are not the run's.
+
+    Example:
+        ```python
+        import fedcog
+
+        run = fedcog.run(fedcog.Experiment(rounds=1, local_steps=2), "runs/audited")
+        found = fedcog.audit(run.path, steps=1, examples=1, iterations=20)
+        print([(attack.target, attack.psnr) for attack in found.attacks])
+        ```
+    """
+    _check_keywords("audit", keywords, AuditKeywords)
+    chosen: dict[str, Any] = {
+        field.name: keywords[field.name]  # type: ignore[literal-required]
+        for field in dataclasses.fields(AuditSettings)
+        if field.name in keywords
+    }
+    settings = AuditSettings(**chosen)
+    from fedcog.runs.progress import AuditProgress, choose_display  # imports rich
+
+    with AuditProgress(choose_display(keywords.get("progress"))) as progress:
+        found = audit_run(
+            run,
+            settings,
+            _objects(keywords),
+            keywords.get("algorithm"),
+            command=keywords.get("command"),
+            on_progress=progress.show,
+        )
+    write_audit(found)
+    return found
+
+
+def write_audit(found: Audit) -> tuple[Path, Path]:
+    """Write an audit beside its run.
+
+    Args:
+        found: The audit.
+
+    Returns:
+        The paths of audit.json and audit.html.
+    """
+    from fedcog.report.audit.page import page  # imports Pillow
+
+    text = json.dumps(without_nan(found.to_dict()), indent=1, allow_nan=False) + "\n"
+    write_file(found.run / "audit.json", text.encode())
+    write_file(found.run / "audit.html", page(found).encode())
+    return found.run / "audit.json", found.run / "audit.html"
 
 
 def run_planned_sweep(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from fedcog.cli import console
-from fedcog.cli.commands import results, studies, training, utilities
+from fedcog.cli.commands import audit, results, studies, training, utilities
 from fedcog.core.errors import Interrupted
 from fedcog.core.settings import ConfigError
 from fedcog.data import DataError, PartitionError
@@ -43,6 +43,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace, list[str]], int]] = {
     "plot": results.plot_command,
     "watch": results.watch_command,
     "export": results.export_command,
+    "audit": audit.audit_command,
     "reproduce": studies.reproduce_command,
     "theory": studies.theory_command,
     "list": utilities.list_command,

@@ -8,7 +8,7 @@ from fedcog.cli import flags, parser
 from fedcog.core.settings import ConfigError
 
 EXIT_USAGE = 2
-COMMANDS_WITH_HELP = ("run", "compare", "sweep")
+COMMANDS_WITH_HELP = ("run", "compare", "sweep", "audit")
 """Commands that print their help if nothing is said about what to run: they would run long."""
 STYLE_FLAGS = {"--quiet", "--plain"}
 

@@ -42,6 +42,7 @@ def build_parser(user_classes: Mapping[str, Any] | None = None) -> argparse.Argu
     _add_plot(commands)
     _add_watch(commands)
     _add_export(commands, schema)
+    _add_audit(commands, schema)
     _add_reproduce(commands, schema)
     _add_list(commands)
     _add_partition(commands, known)
@@ -224,6 +225,82 @@ def _add_export(commands: Any, schema: Schema) -> None:
         "--algorithm", metavar="NAME", help="your own algorithm of the run: FILE.py:Class"
     )
     export.add_argument("--model", metavar="NAME", help="your own network of the run: FILE.py:Name")
+
+
+def _add_audit(commands: Any, schema: Schema) -> None:
+    audit = _command(commands, "audit", "measure what a run leaks", "RUN")
+    audit.epilog = (
+        "Writes audit.json and audit.html into RUN: gradient inversion of one client's update and "
+        "of the sum of the round's updates, and membership inference. An attack that fails proves "
+        "no privacy."
+    )
+    audit.add_argument("run", nargs="?", metavar="RUN", help="run directory")
+    audit.add_argument(
+        "--client",
+        type=int,
+        metavar="N",
+        help="the client to attack (default: the first that the server samples next)",
+    )
+    audit.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="local steps of audited clients (default: three cases; the run's own is the last)",
+    )
+    audit.add_argument(
+        "--examples",
+        type=int,
+        metavar="N",
+        help="examples in a local step; --steps 1 --examples 1 is the strongest attack",
+    )
+    defaults = schema.audit
+    audit.add_argument(
+        "--iterations",
+        type=int,
+        default=defaults["iterations"],
+        metavar="N",
+        help=f"iterations of each attack (default: {defaults['iterations']})",
+    )
+    audit.add_argument(
+        "--tv",
+        type=float,
+        default=defaults["tv"],
+        metavar="WEIGHT",
+        help=f"weight of the images' total variation (default: {defaults['tv']:g})",
+    )
+    audit.add_argument(
+        "--labels",
+        choices=("inferred", "optimized"),
+        default=defaults["labels"],
+        help=f"the attacker's labels: of the head's gradient, or optimized (default: "
+        f"{defaults['labels']})",
+    )
+    audit.add_argument(
+        "--seed",
+        type=int,
+        default=defaults["seed"],
+        metavar="N",
+        help=f"seed of the attacks (default: {defaults['seed']})",
+    )
+    audit.add_argument("--device", default="", metavar="NAME", help="default: as the run")
+    audit.add_argument("--data-dir", default="", metavar="DIR", help="default: as the run")
+    _add_own_code(audit)
+
+
+def _add_own_code(command: argparse.ArgumentParser) -> None:
+    """Add flags for code of the user that a recorded run used."""
+    command.add_argument(
+        "--algorithm", metavar="NAME", help="your own algorithm of the run: FILE.py:Class"
+    )
+    command.add_argument(
+        "--model", metavar="NAME", help="your own network of the run: FILE.py:Name"
+    )
+    command.add_argument(
+        "--dataset", metavar="NAME", help="your own data of the run: FILE.py:Name or MODULE:Name"
+    )
+    command.add_argument(
+        "--augmentation", metavar="CODE", help="your own augmentation of the run: FILE.py:Name"
+    )
 
 
 def _add_reproduce(commands: Any, schema: Schema) -> None:

@@ -44,6 +44,7 @@ class Schema(NamedTuple):
     formats: list[str]
     table_formats: list[str]
     theory: dict[str, int]
+    audit: dict[str, Any]
     validation: float
     sizes: dict[str, dict[str, Any]]
 
@@ -83,6 +84,7 @@ def schema_text() -> str:
     from fedcog.runs.records.export import SUFFIXES
     from fedcog.runs.tracking import TRACKERS
     from fedcog.studies import paper
+    from fedcog.studies.audit.audit import AuditSettings
     from fedcog.studies.catalog import measure_sizes
     from fedcog.studies.comparison_table import TableFormat
     from fedcog.studies.theory import TheoryPlan
@@ -90,6 +92,7 @@ def schema_text() -> str:
     from fedcog.studies.tuning.sweep import DEFAULT_VALIDATION
 
     plan = TheoryPlan()._asdict()
+    audit = AuditSettings()
     content = {
         "settings": _to_json(settings(Experiment)),
         "algorithms": {name: _to_json(settings(cls)) for name, cls in ALGORITHMS.items()},
@@ -101,6 +104,7 @@ def schema_text() -> str:
         "formats": list(SUFFIXES),
         "table_formats": list(get_args(TableFormat)),
         "theory": {name: plan[name] for name in ("clients", "rounds", "steps", "batch", "repeats")},
+        "audit": {name: getattr(audit, name) for name in ("iterations", "tv", "labels", "seed")},
         "validation": DEFAULT_VALIDATION,
         "sizes": {name: sizes._asdict() for name, sizes in measure_sizes().items()},
     }

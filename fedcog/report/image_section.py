@@ -108,13 +108,21 @@ def _client_text(run: Run, round: int) -> str:
 def _row(name: str, attributes: str, images: Iterable[Tensor | None], names: Sequence[str]) -> str:
     cells = ""
     for image, column in zip(images, names, strict=True):
-        content = NO_VALUE if image is None else _image_element(image, f"{column}, {name}")
+        content = NO_VALUE if image is None else image_element(image, f"{column}, {name}")
         cells += f"<td>{content}</td>"
     return f'<tr{attributes}><th scope="row">{name}</th>{cells}</tr>'
 
 
-def _image_element(image: Tensor, description: str) -> str:
-    """Embed a uint8 image (C, H, W) into the page."""
+def image_element(image: Tensor, description: str) -> str:
+    """Embed a uint8 image into a page.
+
+    Args:
+        image: `(C, H, W)`.
+        description: What it shows, as plain text.
+
+    Returns:
+        HTML.
+    """
     small = ' class="small"' if max(image.shape[1:]) < PIXELATED_BELOW else ""
     data = base64.b64encode(png(image)).decode()
     return f'<img{small} alt="{text(description)}" src="data:image/png;base64,{data}">'

@@ -165,6 +165,62 @@ class RunProgress:
         return f"{name} seed {experiment.seed}"
 
 
+class AuditProgress:
+    """Shows the attacks of an audit, on stderr. Use it as a context manager."""
+
+    def __init__(self, display: Display, console: Console | None = None) -> None:
+        """Create a progress display.
+
+        Args:
+            display: How to show the attacks; a notebook shows lines.
+            console: Where to print; stderr by default.
+        """
+        self._display = display
+        self._console = console or Console(stderr=True, highlight=False, soft_wrap=True)
+        self._last = ""
+        self._bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[cost]}"),
+            TimeRemainingColumn(compact=True),
+            console=self._console,
+            disable=display != "bar",
+            redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
+        )
+        self._task = self._bar.add_task("setting up", total=None, cost="")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def show(self, attack: str, done: int, total: int, cost: float) -> None:
+        """Show how far an attack is.
+
+        Args:
+            attack: What is attacked.
+            done: Finished iterations of all attacks.
+            total: Iterations of all attacks; 0 if they are not known yet.
+            cost: Cosine cost; NaN if there is none yet.
+        """
+        text = "" if math.isnan(cost) else f"cosine cost {cost:.4f}"
+        if self._display == "bar":
+            self._bar.update(
+                self._task, completed=done, total=total or None, description=attack, cost=text
+            )
+        elif self._display != "none" and attack != self._last:
+            share = f" ({done} of {total} iterations)" if total else ""
+            self._console.print(f"fedcog: {attack}{share}", markup=False)
+        self._last = attack
+
+
 def _is_notebook() -> bool:
     """Return whether the code runs in a notebook: of Jupyter, Colab or Databricks."""
     return Console().is_jupyter

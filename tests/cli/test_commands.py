@@ -328,6 +328,52 @@ def test_bare_command_prints_its_help_and_runs_nothing(
     assert list(Path().iterdir()) == []
 
 
+@pytest.mark.parametrize("style", [[], ["--quiet"], ["--plain"]])
+def test_bare_audit_prints_its_help(style: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", *style]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("usage: fedcog audit RUN [flags]") and captured.err == ""
+    assert "An attack that fails proves no privacy" in " ".join(captured.out.split())
+
+
+def test_audit_prints_tables_and_writes_files(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", *FAST, "--out", "x", "--quiet"]) == 0
+    short = ["audit", "x", "--steps", "1", "--examples", "1", "--iterations", "2", "--client", "2"]
+    assert main(short) == 0
+    captured = capsys.readouterr()
+    assert "sum of 4" in captured.out and "audit: x/audit.html" in captured.out
+    assert "1 step, 1 example, sum (2 of 4 iterations)" in captured.err
+    assert "proves no privacy" in captured.err
+    record = json.loads(Path("x/audit.json").read_text())
+    assert record["settings"]["client"] == 2
+    assert record["provenance"]["command"] == "fedcog " + " ".join(short)
+    assert Path("x/audit.html").read_text().startswith("<!DOCTYPE html>")
+    assert main([*short, "--plain"]) == 0
+    assert "gradient inversion, 1 step, 1 example: attacked one client" in capsys.readouterr().out
+    assert main([*short, "--quiet"]) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["nowhere"], "there is no run in nowhere"),
+        (["x", "--client", "9"], "client 9 is unknown: this run has clients 0 to 3."),
+        (["x", "--steps", "0"], "steps needs an integer >= 1, not 0."),
+        (["x", "--model", "cnn"], "--model names what is your own"),
+        (["--seed", "1"], "audit needs a run directory"),
+        (["x", "more"], "unexpected arguments: more"),
+    ],
+)
+def test_audit_explains_what_is_wrong(
+    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", *FAST, "--out", "x", "--quiet"]) == 0
+    assert main(["audit", *arguments]) == 2
+    stderr = capsys.readouterr().err
+    assert reason in stderr and len(stderr.splitlines()) == 1
+
+
 def test_list_reads_sizes_that_were_measured_before(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

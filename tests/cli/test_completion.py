@@ -31,6 +31,8 @@ CASES = {
     "fedcog run --track ": "mlflow tensorboard wandb",
     "fedcog compare --track w": "wandb",
     "fedcog export run --format o": "onnx",
+    "fedcog au": "audit",
+    "fedcog audit run --labels ": "inferred optimized",
     "fedcog list algorithms --mark": "--markdown",
 }
 BASH = """source {script}

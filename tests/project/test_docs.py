@@ -147,6 +147,8 @@ def small_flags(command: list[str]) -> list[str]:
         return flags
     if "--resume" in command:
         return ["--rounds", "3"]
+    if command[0] == "audit":
+        return ["--iterations", "2"]
     if command[0] == "theory":
         return ["--network", "linear", "--rounds", "2", "--repeats", "1"]
     return []

@@ -17,7 +17,7 @@ from fedcog.runs.records.recorded_run import Run
 from fedcog.runs.records.run_directory import RecordError, RunDirectory
 from fedcog.runs.runner import Runner, RunOptions, run_all
 from fedcog.runs.setup import ExperimentSetup
-from fedcog.studies.probes import FederationState
+from fedcog.studies.audit.federation_state import FederationState
 from fedcog.testing import max_difference
 
 SMALL: dict[str, Any] = {"rounds": 3, "local_steps": 4, "batch_size": 8, "clients": 4, "lr": 0.05}

@@ -9,6 +9,7 @@ diverged.txt                 why training stopped early, if it diverged
 checkpoint.safetensors       server and client states after the last checkpointed round
 tracking.json                what trackers call the run, and the last round that each has
 report.html                  the report
+audit.json, audit.html       what the run leaks, if it was audited
 model.*                      the global model, if it was exported
 """
 

@@ -28,7 +28,7 @@ def _smoke_cell(cell: Cell) -> Cell:
         algorithm=_smoke_algorithm(full.algorithm, start_rounds),
         dataset="digit-mosaics" if full.partition == "natural" else "digits",
         classes_per_client=2,
-        clients=5,
+        clients=full.clients if full.devices else 5,
         rounds=2 if cell.is_short else 3,
         local_steps=ceil_div(full.local_steps, 200),
         batch_size=16,

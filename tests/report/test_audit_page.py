@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from fedcog.report.audit.page import page
-from fedcog.studies.audit.attacks import Attack
+from fedcog.studies.audit.attacks import InversionAttack
 from fedcog.studies.audit.audit import Audit
 from tests.support.browser import browser, console_messages, open_page, run_script, save_screenshot
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["browser"]
 
 
-def attack(target: str, num_inputs: int, channels: int = 1) -> Attack:
+def attack(target: str, num_inputs: int, channels: int = 1) -> InversionAttack:
     """Return the result of an attack, with pictures of one gray level each."""
     pictures = torch.stack(
         [
@@ -29,7 +29,7 @@ def attack(target: str, num_inputs: int, channels: int = 1) -> Attack:
             torch.full((num_inputs, channels, 8, 8), 90, dtype=torch.uint8),
         ]
     )
-    return Attack(
+    return InversionAttack(
         case="1 step, 8 examples",
         target=target,
         num_clients=1 if target == "client" else 4,
@@ -47,7 +47,7 @@ def attack(target: str, num_inputs: int, channels: int = 1) -> Attack:
     )
 
 
-def audit(*attacks: Attack, note: str = "") -> Audit:
+def audit(*attacks: InversionAttack, note: str = "") -> Audit:
     """Return an audit with these attacks."""
     return Audit(
         run=Path("x"),
@@ -96,7 +96,7 @@ def test_page_says_why_there_is_no_inversion_and_what_was_not_possible() -> None
     text = page(audit(note="Inputs are tokens."))
     assert "Gradient inversion does not apply. Inputs are tokens." in text
     assert 'id="pictures"' not in text
-    failed = Attack("1 step, 1 example", "client", 1, problem="BatchNorm <cannot>.")
+    failed = InversionAttack("1 step, 1 example", "client", 1, problem="BatchNorm <cannot>.")
     text = page(audit(failed))
     assert "not possible" in text and "BatchNorm &lt;cannot&gt;." in text
 

@@ -15,7 +15,7 @@ from fedcog.report.audit.table import (
 )
 from fedcog.report.image_section import image_element
 from fedcog.report.markup import document, join_words, table, text
-from fedcog.studies.audit.attacks import Attack
+from fedcog.studies.audit.attacks import InversionAttack
 from fedcog.studies.audit.audit import Audit
 
 MAX_PICTURES = 8
@@ -83,7 +83,7 @@ def _pictures(audit: Audit) -> str:
     return f'<div class="figures">{figures}</div>' if figures else ""
 
 
-def _figure(attack: Attack) -> str:
+def _figure(attack: InversionAttack) -> str:
     assert attack.pictures is not None
     originals, reconstructions = attack.pictures[:, :MAX_PICTURES]
     names = attack.classes[:MAX_PICTURES]

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from fedcog.report.markup import NO_VALUE
-from fedcog.studies.audit.attacks import Attack
+from fedcog.studies.audit.attacks import InversionAttack
 from fedcog.studies.audit.audit import Audit
 
 ATTACK_COLUMNS = (
@@ -54,7 +54,7 @@ def attack_rows(audit: Audit) -> list[tuple[str, ...]]:
     return [_attack_row(attack) for attack in audit.attacks]
 
 
-def _attack_row(attack: Attack) -> tuple[str, ...]:
+def _attack_row(attack: InversionAttack) -> tuple[str, ...]:
     target = "one client"
     if attack.target == "sum":
         target = f"sum of {attack.num_clients}"

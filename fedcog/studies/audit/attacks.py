@@ -41,7 +41,7 @@ BATCHNORM_ERROR = "more than 1 value per channel"
 
 
 @dataclasses.dataclass(frozen=True)
-class Attack:
+class InversionAttack:
     """The result of gradient inversion in one case.
 
     Attributes:
@@ -103,9 +103,9 @@ def attack(
     case: AuditCase,
     client_ids: list[int],
     config: AttackConfig,
-    empty: Attack,
+    empty: InversionAttack,
     on_iteration: OnIteration,
-) -> Attack:
+) -> InversionAttack:
     """Observe an update, reconstruct inputs, and compare them with the originals.
 
     Args:

@@ -13,7 +13,7 @@ from fedcog.runs.config.user_objects import UserObjects
 from fedcog.runs.environment import torch_settings
 from fedcog.runs.records.provenance import provenance
 from fedcog.runs.records.run_directory import RunDirectory
-from fedcog.studies.audit.attacks import Attack, attack
+from fedcog.studies.audit.attacks import InversionAttack, attack
 from fedcog.studies.audit.federation_state import Measurement
 from fedcog.studies.audit.inversion import AttackConfig, LabelAttack
 from fedcog.studies.audit.membership import measure_membership, model_membership
@@ -97,7 +97,7 @@ class Audit:
     about: dict[str, Any]
     settings: dict[str, Any]
     membership: Measurement
-    attacks: list[Attack]
+    attacks: list[InversionAttack]
     inversion_note: str
     notes: list[str]
     provenance: dict[str, Any]
@@ -221,7 +221,9 @@ def _no_generated_inputs(audited: AuditedRun) -> str:
     return ""
 
 
-def _attacks(audited: AuditedRun, settings: AuditSettings, on_progress: OnProgress) -> list[Attack]:
+def _attacks(
+    audited: AuditedRun, settings: AuditSettings, on_progress: OnProgress
+) -> list[InversionAttack]:
     """Attack one client's update and the sum of the round's updates, in every case."""
     cases = _cases(audited, settings)
     targets = [[audited.client], audited.request.client_ids]
@@ -229,7 +231,7 @@ def _attacks(audited: AuditedRun, settings: AuditSettings, on_progress: OnProgre
     config = AttackConfig(
         settings.iterations, tv=settings.tv, labels=settings.labels, seed=settings.seed
     )
-    attacks: list[Attack] = []
+    attacks: list[InversionAttack] = []
     for case in cases:
         for target, client_ids in zip(("client", "sum"), targets, strict=True):
             name = _case_name(audited, case)
@@ -240,7 +242,7 @@ def _attacks(audited: AuditedRun, settings: AuditSettings, on_progress: OnProgre
             def _show(step: int, cost: float, title: str = title, done: int = done) -> None:
                 on_progress(title, done + step, total, cost)
 
-            empty = Attack(name, target, len(client_ids))
+            empty = InversionAttack(name, target, len(client_ids))
             attacks.append(attack(audited, case, client_ids, config, empty, _show))
             on_progress(title, done + settings.iterations, total, math.nan)
     return attacks

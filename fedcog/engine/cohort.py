@@ -18,6 +18,7 @@ from fedcog.core.tasks import Task
 from fedcog.core.timing import Stopwatch, Timings
 from fedcog.core.tree import Params, State
 from fedcog.data.client_batches import FederatedData
+from fedcog.engine import batching_errors
 from fedcog.engine.aggregation import add_totals, sum_of_one, sum_payloads
 from fedcog.engine.cohort_results import CohortResult, join_single_clients
 from fedcog.engine.cuda_graphs import STEPS_PER_LAUNCH, GraphCache, repeat_eagerly
@@ -621,8 +622,14 @@ class Cohort:
         try:
             with _torch_threads(self.config.num_threads):
                 yield
-        except RuntimeError as error:
-            if not any(word in str(error) for word in VMAP_ERROR_WORDS):
+        except Exception as error:
+            if explanation := batching_errors.explain(error):
+                raise ModelError(
+                    f"{explanation} Or set --mapping loop, which trains one client after another "
+                    "and is many times slower on a GPU."
+                ) from error
+            is_runtime_error = isinstance(error, RuntimeError)
+            if not is_runtime_error or not any(word in str(error) for word in VMAP_ERROR_WORDS):
                 raise
             if "randomness" in str(error):
                 raise ModelError(

@@ -90,6 +90,7 @@ class Algorithm:
         has_server_step: Whether a schedule may scale the server's update of the model; not so if
             other state follows the model.
         applies_mean: Whether the server applies the weighted mean of the clients' updates.
+        needs_mean: Whether its rule assumes that the server applies that mean.
         is_recorded: Whether it stands for a user's algorithm whose code is not available.
         payload_bounds: Upper bound on the absolute values of each part of the payload, by key.
             Secure aggregation quantizes within these bounds.
@@ -108,6 +109,7 @@ class Algorithm:
     implies_fedavg: ClassVar[bool] = False
     has_server_step: ClassVar[bool] = True
     applies_mean: ClassVar[bool] = True
+    needs_mean: ClassVar[bool] = False
     is_recorded: ClassVar[bool] = False
     payload_bounds: ClassVar[dict[str, float]] = {
         "delta": 64.0,

@@ -1,6 +1,7 @@
 """FedExP (Jhunjhunwala et al., ICLR 2023, eq. 11): an adaptive server step size."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -21,6 +22,8 @@ class FedExP(ServerRule):
     evaluate the mean of the last two models, which hides half of the oscillation; `average` does
     the same.
     """
+
+    needs_mean: ClassVar[bool] = True
 
     epsilon: float = setting(
         1e-3, "added to the squared norm of the mean update; large is FedAvg", ">= 0"

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from fedcog.algorithms.server_rule import needs_mean_reason
 from fedcog.algorithms.wrapper import Wrapper
 from fedcog.core.settings import ConfigError
 
@@ -27,6 +28,8 @@ class MeanRule(Wrapper):
                         "keep one of them."
                     ]
                 )
+            if layer.needs_mean:
+                raise ConfigError([needs_mean_reason(name)])
             if layer.sends_coverage:
                 raise ConfigError(
                     [

@@ -21,6 +21,8 @@ class ServerRule(Wrapper):
         """Refuse inner algorithms with a rule of their own for the model."""
         super().__post_init__()
         own = type(self).__name__.lower()
+        if self.needs_mean and not self.inner.applies_mean:
+            raise ConfigError([needs_mean_reason(own)])
         for layer in self.inner.layers:
             name = layer.class_name.lower()
             if isinstance(layer, ServerRule):
@@ -37,3 +39,18 @@ class ServerRule(Wrapper):
                         "sets the model from its memory of all clients: remove one of them."
                     ]
                 )
+
+
+def needs_mean_reason(name: str) -> str:
+    """Return why a server rule refuses a robust mean, or other weights.
+
+    Args:
+        name: The server rule.
+
+    Returns:
+        A sentence with a remedy.
+    """
+    return (
+        f"{name} steps the further the longer the updates of all clients are, and so undoes a rule "
+        "that leaves some of them out: choose another server rule, such as fedavgm."
+    )

@@ -26,6 +26,16 @@ from fedcog.runs.records.run_directory import RunDirectory
 NAMES = ["feddisco", "fedprox+geometric-median", "scaffold+feddisco+fedavgm+fedcog", "fedntd+ccvr"]
 
 
+GROUPS = [
+    "fedvls",  # a loss
+    "feduv+fedcog",
+    "fedspeed",  # a gradient rule with state
+    "fedlc+fedacg",  # a server rule
+    "fedper",  # personalized
+    "scaffold+multi-krum",  # a robust mean, of payloads in clear
+]
+
+
 def experiment(name: str, **settings: Any) -> Experiment:
     tables = {"fedcog": {"start_round": 0, "count": 6, "steps": 2}}
     return Experiment(
@@ -48,6 +58,20 @@ def final_model(config: Experiment, folder: Path) -> Params:
     assert checkpoint is not None
     params: Params = checkpoint.server["params"] | checkpoint.server.get("calibrated", {})
     return params
+
+
+@pytest.mark.usefixtures("in_process_flower")
+@pytest.mark.parametrize("name", GROUPS)
+def test_flower_nodes_train_one_of_each_group_as_the_simulator_does(
+    name: str, tmp_path: Path
+) -> None:
+    config = experiment(name)
+    if "krum" in name:
+        config = replace(config, algorithm=replace(config.algorithm, attackers=0))
+    simulated = final_model(config, tmp_path / "simulated")
+    deployed = final_model(replace(config, backend="flower"), tmp_path / "flower")
+    for key, value in simulated.items():
+        torch.testing.assert_close(deployed[key], value, atol=1e-6, rtol=0)
 
 
 @pytest.mark.usefixtures("in_process_flower")

@@ -1,5 +1,7 @@
 """Tests of secure aggregation's encoding: payloads to vectors, and sums of vectors back."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,9 +9,13 @@ from hypothesis import strategies as st
 
 from fedcog.algorithms import ALGORITHMS, SCAFFOLD, FedCOG
 from fedcog.core import tree
-from fedcog.core.tree import State
+from fedcog.core.tree import Params, State
+from fedcog.engine.aggregation import add_totals
+from fedcog.engine.cohort import RoundSpec
 from fedcog.federation import secure_aggregation
 from fedcog.federation.secure_aggregation import OutOfRange
+from fedcog.testing import ToyFederation, max_difference
+from tests.support.algorithm_settings import ALL_ALGORITHMS
 
 SCALES = {"delta": 8.0, "weight": 1.0}
 
@@ -81,3 +87,43 @@ def test_payload_bounds_are_inherited_and_undeclared_parts_listed() -> None:
     for algorithm in ALGORITHMS.values():
         assert {"delta", "weight", "count"} <= algorithm().payload_bounds.keys()
     assert secure_aggregation.undeclared_parts({"delta": {}, "secret": {}}, SCALES) == ["secret"]
+
+
+SUMMED = [name for name, one in ALL_ALGORITHMS.items() if one.uplink == "sum"]
+
+
+@pytest.mark.parametrize("name", SUMMED)
+def test_every_algorithm_that_claims_sums_works_with_masked_ones(name: str) -> None:
+    """Payloads that travel as vectors within their bounds give the server the same model."""
+    algorithm = ALL_ALGORITHMS[name]
+    server = ToyFederation(algorithm).server.state
+    simulator = ToyFederation(algorithm).simulator
+    spec = RoundSpec(algorithm, algorithm.broadcast(server), 0, 0.05, False, keep_payloads=True)
+    result, _ = simulator.train(spec, [0, 1, 2])
+    payloads = [tree.take(result.payloads, row) for row in range(3)]
+
+    def masked_sum(parts: list[State]) -> State:
+        vectors = [
+            secure_aggregation.to_vector(part, torch.zeros(()), algorithm.payload_bounds, 1.0)
+            for part in parts
+        ]
+        levels = secure_aggregation.num_levels(3)
+        quantized = [(vector * levels).round() / levels for vector in vectors]
+        total = torch.stack(quantized).sum(0)
+        return secure_aggregation.from_vector(total, parts[0], algorithm.payload_bounds, 1.0)[0]
+
+    def final_model(add: Callable[[list[State]], State]) -> Params:
+        last = payloads
+        total = add([algorithm.first_payload(payload) for payload in last])
+        for _ in range(algorithm.num_resums):
+            broadcast = algorithm.resum_broadcast(total)
+            parts = [algorithm.resum_payload(payload, broadcast) for payload in last]
+            total = total | add(parts)
+            last = [payload | part for payload, part in zip(last, parts, strict=True)]
+        draws = simulator.server_draws(algorithm, 0)
+        after = algorithm.server_update(server, algorithm.aggregate(total), draws)
+        params: Params = after["params"]
+        return params
+
+    in_clear = final_model(add_totals)
+    assert max_difference(final_model(masked_sum), in_clear) < 1e-4

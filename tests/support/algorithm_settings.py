@@ -119,6 +119,15 @@ COMPOSITIONS: dict[str, Algorithm] = {
         FedCOG(MOON(mu=0.5), count=8, steps=3, start_round=1, lr=0.1), width=0.5
     ),
     "ditto+heterofl": HeteroFL(Ditto(), width=0.5),
+    "fedlc+fedavgm+fedcog": FedCOG(
+        FedAvgM(FedLC(), beta=0.5), count=8, steps=3, start_round=1, lr=0.1
+    ),
+    "scaffold+fedadam": FedAdam(SCAFFOLD()),
+    "fedntd+fedacg": FedACG(FedNTD()),
+    "fednova+feddisco+fedavgm": FedAvgM(FedDisco(FedNova()), beta=0.5),
+    "fedprox+multi-krum+fedavgm": FedAvgM(MultiKrum(FedProx(mu=0.5), attackers=0, keep=2)),
+    "feddyn+fedlesam": FedLESAM(FedDyn(alpha=0.5), rho=0.5),
+    "moon+ccvr": CCVR(MOON(mu=0.5), samples=20, steps=5),
     "fedprox+vhl+fedcog": FedCOG(
         VHL(FedProx(mu=0.5), **VIRTUAL), count=8, steps=3, start_round=1, lr=0.1
     ),

@@ -30,6 +30,7 @@ from fedcog.runs.records.export import Exported
 from fedcog.runs.records.metric_series import metric_label
 from fedcog.runs.records.recorded_run import Run
 from fedcog.studies.catalog import AlgorithmInfo, Sizes, describe_algorithms
+from fedcog.studies.gains import Gain
 from fedcog.studies.job_planning import StudyProgress
 from fedcog.studies.study import Study
 from fedcog.studies.theory import TheoryPlan, TheoryResult
@@ -519,7 +520,8 @@ def print_partition(
 def described_algorithms() -> list[AlgorithmInfo]:
     """Describe every algorithm, with the sizes that were measured for the schema."""
     sizes = {name: Sizes(**own) for name, own in load_schema().sizes.items()}
-    return describe_algorithms(sizes)
+    gains = {name: [Gain(*one) for one in own] for name, own in load_schema().gains.items()}
+    return describe_algorithms(sizes, gains)
 
 
 def _print_algorithms() -> None:
@@ -530,7 +532,8 @@ def _print_algorithms() -> None:
         _print_algorithm_table()
     out.print(
         "sends, receives, keeps: bytes per client and round, measured on the paper's CNN, relative "
-        "to one model. sums: whether the server needs only the sum of the payloads.",
+        "to one model. sums: whether the server needs only the sum of the payloads. best for: "
+        "measured points of test accuracy above FedAvg on CIFAR-10, ten clients, at the defaults.",
         markup=False,
     )
 
@@ -542,6 +545,7 @@ def _print_algorithm(entry: AlgorithmInfo) -> None:
     sizes = f"sends {entry.sizes.sends:.2f}, receives {entry.sizes.receives:.2f}"
     out.print(f"[bold]{name}[/]: {escape(entry.summary)}")
     out.print(f"  {sizes}, keeps {entry.kept}, sums {sums}", markup=False)
+    out.print(f"  best for: {entry.best_for}", markup=False)
     for setting in entry.settings:
         choices = f" [{' | '.join(setting.choices)}]" if setting.choices else ""
         text = f"{setting.help}{choices} (default: {setting.default_text})"
@@ -549,13 +553,14 @@ def _print_algorithm(entry: AlgorithmInfo) -> None:
 
 
 def _print_algorithm_table() -> None:
-    columns = ("algorithm", "description and settings", "default", "sends", "receives", "keeps")
-    table = _new_table(*columns, "sums", title="Algorithms", right=("sends", "receives"))
+    columns = ("algorithm", "description and settings", "default", "best for", "sends", "receives")
+    table = _new_table(*columns, "keeps", "sums", title="Algorithms", right=("sends", "receives"))
     for entry in described_algorithms():
         name = f"{entry.name} (wrapper)" if entry.is_wrapper else entry.name
         sums = "enough" if entry.needs_only_sums else "not enough"
         sizes = (f"{entry.sizes.sends:.2f}", f"{entry.sizes.receives:.2f}")
-        table.add_row(name, entry.summary, "", *sizes, entry.kept, sums, style="bold")
+        cells = (entry.best_for, *sizes, entry.kept, sums)
+        table.add_row(name, entry.summary, "", *cells, style="bold")
         for setting in entry.settings:
             choices = f" [{' | '.join(setting.choices)}]" if setting.choices else ""
             text = f"--{entry.name}.{setting.flag}: {escape(setting.help + choices)}"

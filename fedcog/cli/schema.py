@@ -12,6 +12,8 @@ from typing import Any, Literal, NamedTuple
 from fedcog.core.settings import Setting
 
 FILE = "schema.json"
+RESULTS = Path(__file__).parents[2] / "results"
+"""The stored results, which are in the repository and not in the package."""
 TYPES = {"int": int, "float": float, "bool": bool, "str": str}
 
 
@@ -32,6 +34,8 @@ class Schema(NamedTuple):
         validation: Fraction of the data that a sweep holds out by default.
         sizes: What a client sends, receives and keeps under every algorithm, as measured by
             `measure_sizes` in `studies/catalog.py`.
+        gains: What every algorithm gains over FedAvg, as `measured_gains` in `studies/gains.py`
+            reads it from the repository's results: setting, mean and deviation.
     """
 
     settings: dict[str, Setting]
@@ -47,6 +51,7 @@ class Schema(NamedTuple):
     audit: dict[str, Any]
     validation: float
     sizes: dict[str, dict[str, Any]]
+    gains: dict[str, list[list[Any]]]
 
 
 @functools.cache
@@ -87,6 +92,7 @@ def schema_text() -> str:
     from fedcog.studies.audit.audit import AuditSettings
     from fedcog.studies.catalog import measure_sizes
     from fedcog.studies.comparison_table import TableFormat
+    from fedcog.studies.gains import measured_gains
     from fedcog.studies.theory import TheoryPlan
     from fedcog.studies.tuning.search import Search
     from fedcog.studies.tuning.sweep import DEFAULT_VALIDATION
@@ -107,6 +113,9 @@ def schema_text() -> str:
         "audit": {name: getattr(audit, name) for name in ("iterations", "tv", "labels", "seed")},
         "validation": DEFAULT_VALIDATION,
         "sizes": {name: sizes._asdict() for name, sizes in measure_sizes().items()},
+        "gains": {
+            name: [list(gain) for gain in gains] for name, gains in measured_gains(RESULTS).items()
+        },
     }
     return json.dumps(content, indent=1) + "\n"
 

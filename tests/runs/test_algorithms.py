@@ -13,9 +13,10 @@ from torch import nn
 import fedcog
 from fedcog import ALGORITHMS, ConfigError, Experiment, ModelError
 from fedcog.algorithms import SCAFFOLD, VHL, Ditto, FedAvg, FedExP, FedGen, FedRep
+from fedcog.cli.output import described_algorithms
 from fedcog.runs.config.composition import make_algorithm
 from fedcog.runs.setup import ExperimentSetup
-from fedcog.studies.catalog import describe_algorithms, markdown, measure_sizes
+from fedcog.studies.catalog import markdown
 from tests.support.paths import REPO
 from tests.support.user_models import USER_MODELS
 
@@ -172,15 +173,19 @@ def test_head_is_the_last_linear_layer(name: str) -> None:
 
 
 def test_algorithm_docs_match_the_generated_catalog() -> None:
-    assert (REPO / "docs/algorithms.md").read_text() == markdown(
-        describe_algorithms(measure_sizes())
-    )
+    assert (REPO / "docs/algorithms.md").read_text() == markdown(described_algorithms())
 
 
 def test_catalog_lists_measured_traffic_and_client_state() -> None:
-    entries = {entry.name: entry for entry in describe_algorithms(measure_sizes())}
+    entries = {entry.name: entry for entry in described_algorithms()}
     assert set(entries) == set(ALGORITHMS)
-    assert {name for name, entry in entries.items() if not entry.needs_only_sums} == {"fedgen"}
+    assert {name for name, entry in entries.items() if not entry.needs_only_sums} == {
+        "fedgen",
+        "median",
+        "trimmed-mean",
+        "krum",
+        "multi-krum",
+    }
     assert entries["scaffold"].sizes.sends == pytest.approx(2, abs=1e-3)
     assert entries["scaffold"].sizes.receives == pytest.approx(2, abs=1e-3)
     # FedRep keeps the last layer at the client: 850 of 62,006 parameters.
@@ -201,7 +206,8 @@ def test_algorithm_files_are_short() -> None:
         "vhl": "two kinds of virtual data, two kinds of labels, a contrastive loss",
         "fedgen": "one half runs at the server, the other at the clients",
         "fedreg": "two kinds of generated inputs and two corrections",
-        "fedrep": "splits and merges the personal part in every exchange",
+        "attack": "five attacks, and hooks that see their false labels",
+        "ccvr": "one half runs at the clients, the other at the server",
         "heterofl": "masks every broadcast and rescales every total",
         "ditto": "every hook separates the second model",
     }

@@ -2,6 +2,7 @@
 
 # Regular expressions that the output must match.
 EXPECTED_OUTPUT = {
+    "attacked": r"^mean +clean accuracy +\d+\.\d% .*100\.0%\n(.*\n)*multi-Krum .* 0\.0%\n",
     "around_scaffold": r"10 +\d+\.\d% +\d+\.\d% \(FedCOG awake\)\nbytes .*: ([\d,]+) and \1\n",
     "async_rounds": r"^synchronous +12 rounds in 1200 .*\nasynchronous +40 rounds in 250 ",
     "bare_loop": r"round 20: \d+\.\d% \(FedCOG\), last",

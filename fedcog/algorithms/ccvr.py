@@ -116,7 +116,8 @@ class CCVR(Wrapper):
         features = mean[:, None] + noise @ factor.mT
         is_known = total["num_examples"] > 1
         labels = torch.arange(len(mean), device=mean.device)[:, None].expand(noise.shape[:2])
-        head = {name: server["params"][name] for name in model.head_names}
+        weights = self.inner.server_model(server)
+        head = {name: weights[name] for name in model.head_names}
         dtype = next(iter(head.values())).dtype
         examples = features[is_known].flatten(0, 1).to(dtype)
         calibrated = self._train_head(model, head, examples, labels[is_known].flatten())

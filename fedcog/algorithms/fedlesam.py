@@ -39,7 +39,7 @@ class FedLESAM(Wrapper):
             Gradient, loss and running statistics.
         """
         direction = tree.change(client.broadcast["params"], client.state["received"])
-        norm = tree.norm(direction) + torch.finfo(client.lr.dtype).tiny
+        norm = tree.norm(direction).clamp(min=1e-30)  # 0 for new clients; rho / 1e-30 is finite
         perturbation = tree.scale(self.rho / norm, direction)
         return self.inner.local_grad(_shifted(loss, perturbation), params, batch, client)
 

@@ -63,14 +63,17 @@ class FedUV(Algorithm):
         """Compute mean e^(-d / median d) over all pairs of features `(B, F)`.
 
         Returns:
-            A 0-d tensor; 0 for a batch of one. The median is of the distances above 0.
+            A 0-d tensor; 0 for a batch of one. The median is of the distances above rounding
+            error: an example that is twice in a batch may have two slightly different features,
+            and a median of such distances would have a huge gradient.
         """
         batch_size = len(features)
         if batch_size == 1:
             return features.sum() * 0
         first, second = torch.triu_indices(batch_size, batch_size, 1, device=features.device)
         distance = (features[first] - features[second]).square().sum(-1)
-        is_apart = distance > 0
+        rounding = 100 * torch.finfo(features.dtype).eps
+        is_apart = distance > rounding**2 * features.detach().square().sum(-1).amax()
         ascending = distance.masked_fill(~is_apart, torch.inf).sort().values
         middle = (is_apart.sum() - 1).clamp(min=0) // 2
         median = ascending.gather(0, middle[None])[0]

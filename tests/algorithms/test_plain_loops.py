@@ -5,16 +5,21 @@ import torch
 
 from fedcog.algorithms import ALGORITHMS
 from tests.support import plain_loops as plain
-from tests.support.plain_case import Case
-from tests.support.plain_checks import CASES, METHODS, assert_equals_plain_loop
+from tests.support.plain_checks import (
+    CASES,
+    METHODS,
+    assert_equals_plain_loop,
+    cases_of,
+)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mapping", ["loop", "vmap"])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-@pytest.mark.parametrize("name", METHODS)
-def test_method_equals_plain_loop(name: str, case: Case, mapping: str) -> None:
-    assert_equals_plain_loop(*METHODS[name], case, mapping)
+@pytest.mark.parametrize(
+    ("name", "case"), [(name, case) for name in METHODS for case in cases_of(name)]
+)
+def test_method_equals_plain_loop(name: str, case: str, mapping: str) -> None:
+    assert_equals_plain_loop(*METHODS[name], cases_of(name)[case], mapping)
 
 
 def test_every_method_has_a_plain_loop() -> None:

@@ -1,5 +1,6 @@
 """A small federation whose sampling, batches and random numbers plain loops can read."""
 
+import dataclasses
 from dataclasses import dataclass, field
 
 import torch
@@ -7,7 +8,9 @@ from torch import Tensor, nn
 
 from fedcog.algorithms import Algorithm
 from fedcog.core import rng
+from fedcog.core.integers import round_half_up
 from fedcog.core.optimizers import Optimizer
+from fedcog.data import Dataset
 from fedcog.testing import NUM_CLASSES, ToyFederation, random_vectors
 
 SEED = 3
@@ -25,7 +28,10 @@ def network() -> nn.Module:
 
 @dataclass
 class Case:
-    """Four clients of unequal size, two per round, SGD with momentum and weight decay, float64."""
+    """Clients of unequal size, SGD with momentum and weight decay, float64.
+
+    Under label skew, client k has classes k, k + 1, ... (modulo C), 1 + k % 3 of them.
+    """
 
     lr: float = 0.1
     momentum: float = 0.9
@@ -37,13 +43,23 @@ class Case:
     sizes: tuple[int, ...] = (24, 16, 12, 8)
     participation: float = 0.5
     classes: int = NUM_CLASSES
+    label_skew: bool = False
     toy: ToyFederation = field(init=False)
+
+    def dataset(self) -> Dataset:
+        """Return random vectors with random labels."""
+        dataset = random_vectors()
+        if not self.label_skew:
+            return dataset
+        clients = torch.repeat_interleave(torch.arange(len(self.sizes)), torch.tensor(self.sizes))
+        labels = (clients + dataset.train_y % (1 + clients % 3)) % self.classes
+        return dataclasses.replace(dataset, train_y=labels)
 
     def federation(self, algorithm: Algorithm, mapping: str = "loop") -> ToyFederation:
         return ToyFederation(
             algorithm,
             mapping,  # type: ignore[arg-type]
-            dataset=random_vectors(),
+            dataset=self.dataset(),
             module=network(),
             sizes=self.sizes,
             steps=self.steps,
@@ -65,9 +81,8 @@ class Case:
 
     def sampled(self, round: int) -> list[int]:
         """Return the sorted client ids of a round (from 0)."""
-        return sorted(
-            rng.permutation(SEED, "sample", round, len(self.sizes))[: len(self.sizes) // 2].tolist()
-        )
+        count = round_half_up(self.participation * len(self.sizes))
+        return sorted(rng.permutation(SEED, "sample", round, len(self.sizes))[:count].tolist())
 
     def weight(self, client: int) -> float:
         return self.sizes[client] / max(self.sizes)
@@ -86,6 +101,12 @@ class Case:
         ).indices[0]
         batches = [self.toy.data.examples(indices) for indices in plan]
         return [(batch["x"], batch["y"]) for batch in batches]
+
+    def own_examples(self, client: int) -> tuple[Tensor, Tensor]:
+        """Return all (x, y) of the client."""
+        start = sum(self.sizes[:client])
+        chosen = self.toy.data.examples(torch.arange(start, start + self.sizes[client]))
+        return chosen["x"], chosen["y"]
 
     def normal(self, name: str, shape: tuple[int, ...], round: int, client: int) -> Tensor:
         """Return the standard normal numbers of draw NAME."""

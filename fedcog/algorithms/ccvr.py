@@ -26,7 +26,8 @@ class CCVR(Wrapper):
     examples, the features and their products of every class. The server draws normally distributed
     features with these means and covariances, the same number of every class, and trains the head
     on them. The calibrated head is evaluated and saved, and never sent to clients, so training is
-    that of the algorithm inside. Rounds without evaluation have no calibration. Features after a
+    that of the algorithm inside; only power-of-choice ranks clients by the calibrated model. Rounds
+    without evaluation keep the last calibrated head. Features after a
     ReLU are not normally distributed. 2000 features a class are from memory of the paper; how it
     trains the head was not found, here it is Adam on all features at once.
     """

@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from fedcog.algorithms.base import Algorithm
 from fedcog.algorithms.types import ClientContext, FederationInit, LocalWork
+from fedcog.algorithms.wrapper import name_of
 from fedcog.core.settings import setting
 from fedcog.core.tree import Params, State
 from fedcog.models.checks import ModelError
@@ -31,7 +32,7 @@ class FedPer(Algorithm):
         body = {name: value for name, value in init.params.items() if name not in head}
         if not body:
             raise ModelError(
-                f"{type(self).__name__.lower()} shares all layers but the last, but this network "
+                f"{name_of(self)} shares all layers but the last, but this network "
                 "trains no other layer."
             )
         return super().server_init(init._replace(params=body)) | {"head": head}

@@ -10,7 +10,7 @@ from fedcog.core.settings import setting
 from fedcog.core.tree import Params, State
 
 MAX_WEIGHT = 64.0
-"""Bound on a client's weight, whose mean is near 1, under secure aggregation."""
+"""Largest weight of a client, where the mean is near 1: secure aggregation needs a bound."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,10 @@ class GeometricMedian(MeanRule):
     The median is approached by the smoothed Weiszfeld algorithm, from the weighted mean v: every
     client weights its update by w / max(epsilon, |v - update|), and the weighted mean of these is
     the next v. Each pass is a sum, so it works under secure aggregation: the server sends v and
-    sees sums only. A client that lies about its own weight is not found out. Distances are over all
-    parameters, without running statistics.
+    sees sums only. Weights are relative to the last pass's mean distance and at most 64, which only
+    matters for updates 64 times nearer to v than that. All passes are made; the authors stop early
+    when v hardly moves. A client that lies about its own weight is not found out. Distances are
+    over all parameters, without running statistics.
     """
 
     passes: int = setting(4, "number of passes; 0 is the weighted mean", ">= 0")
@@ -72,7 +74,7 @@ class GeometricMedian(MeanRule):
         update = tree.scale(1 / last_weight, payload["delta"])
         distance = tree.norm(tree.subtract(update, broadcast["center"])).clamp(min=self.epsilon)
         closeness = payload["weight"] / distance
-        weight = closeness * broadcast["distance"]
+        weight = (closeness * broadcast["distance"]).clamp(max=MAX_WEIGHT)
         scaled = scaled_update(weight / last_weight, payload)
         return scaled | {"median_weight": weight, "closeness": closeness}
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedcog.algorithms.types import Batch, ClientContext, LocalWork
-from fedcog.algorithms.wrapper import Wrapper
+from fedcog.algorithms.wrapper import Wrapper, name_of
 from fedcog.core import tree
 from fedcog.core.settings import ConfigError, setting
 from fedcog.core.tree import Params, State
@@ -41,7 +41,7 @@ class HeteroFL(Wrapper):
                 raise ConfigError(
                     [
                         f"heterofl goes around algorithms that work with parts of the model, and "
-                        f"{layer.class_name.lower()} needs all of it at every client: choose "
+                        f"{name_of(layer)} needs all of it at every client: choose "
                         "another algorithm."
                     ]
                 )

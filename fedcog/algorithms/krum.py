@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fedcog.algorithms.robust_rule import RobustRule, sum_selected
+from fedcog.algorithms.wrapper import name_of
 from fedcog.core.settings import ConfigError, setting
 from fedcog.core.tree import State
 
@@ -35,7 +36,7 @@ class Krum(RobustRule):
         if num_clients < num_needed:
             raise ConfigError(
                 [
-                    f"{type(self).__name__.lower()} with {self.attackers} attackers needs at least "
+                    f"{name_of(self)} with {self.attackers} attackers needs at least "
                     f"{num_needed} clients in a round, not {num_clients}: lower attackers, or let "
                     "more clients take part."
                 ]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from fedcog.algorithms.server_rule import needs_mean_reason
-from fedcog.algorithms.wrapper import Wrapper
+from fedcog.algorithms.wrapper import Wrapper, name_of
 from fedcog.core.settings import ConfigError
 
 
@@ -18,9 +18,9 @@ class MeanRule(Wrapper):
     def __post_init__(self) -> None:
         """Refuse a second rule for the mean, and clients that train parts of the model."""
         super().__post_init__()
-        own = type(self).__name__.lower()
+        own = name_of(self)
         for layer in self.inner.layers:
-            name = layer.class_name.lower()
+            name = name_of(layer)
             if isinstance(layer, MeanRule):
                 raise ConfigError(
                     [

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedcog.algorithms.wrapper import Wrapper
+from fedcog.algorithms.wrapper import Wrapper, name_of
 from fedcog.core.settings import ConfigError
 
 
@@ -20,11 +20,11 @@ class ServerRule(Wrapper):
     def __post_init__(self) -> None:
         """Refuse inner algorithms with a rule of their own for the model."""
         super().__post_init__()
-        own = type(self).__name__.lower()
+        own = name_of(self)
         if self.needs_mean and not self.inner.applies_mean:
             raise ConfigError([needs_mean_reason(own)])
         for layer in self.inner.layers:
-            name = layer.class_name.lower()
+            name = name_of(layer)
             if isinstance(layer, ServerRule):
                 raise ConfigError(
                     [

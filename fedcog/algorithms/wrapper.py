@@ -268,6 +268,14 @@ class Wrapper(Algorithm):
         return self.inner.client_model(params, client)
 
 
+def name_of(algorithm: Algorithm) -> str:
+    """Return the name of an algorithm's outermost layer in commands, such as multi-krum."""
+    from fedcog.algorithms import ALGORITHMS  # the table imports every algorithm
+
+    names = {cls: name for name, cls in ALGORITHMS.items()}
+    return names.get(type(algorithm), algorithm.class_name)
+
+
 class _Recorded:
     """Name and settings of a class whose code is not available."""
 

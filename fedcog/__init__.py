@@ -21,7 +21,6 @@ if TYPE_CHECKING:
         SCAFFOLD,
         VHL,
         Algorithm,
-        Attack,
         BalancedSoftmax,
         Batch,
         ClientContext,
@@ -105,7 +104,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "fedcog.algorithms": (
-        "ALGORITHMS CCVR MOON SCAFFOLD VHL Algorithm Attack BalancedSoftmax Batch "
+        "ALGORITHMS CCVR MOON SCAFFOLD VHL Algorithm BalancedSoftmax Batch "
         "ClientContext Ditto Draw ExtraData FedACG FedAdam FedAvg FedAvgM FedBABU FedCM FedCOG "
         "FedDC FedDecorr FedDisco FedDyn FedExP FedGKD FedGen FedLC FedLESAM FedNTD FedNova "
         "FedPer FedProx FedRS FedReg FedRep FedSAM FedSOL FedSpeed FedUV FedVLS FederationInit "
@@ -150,7 +149,6 @@ __all__ = [
     "SCAFFOLD",
     "VHL",
     "Algorithm",
-    "Attack",
     "Audit",
     "BalancedSoftmax",
     "Batch",

@@ -198,7 +198,12 @@ class Attack(Wrapper):
         }
 
     def flipped(self, labels: Tensor, num_classes: int) -> Tensor:
-        """Return the false labels that a label flip trains with."""
+        """Return the false labels that a label flip trains with.
+
+        Args:
+            labels: True labels, `(N,)`.
+            num_classes: Number of classes.
+        """
         if self.source < 0:
             return num_classes - 1 - labels
         return torch.where(labels == self.source, self.target, labels)

@@ -24,6 +24,10 @@ class BalancedSoftmax(CalibratedSoftmax):
     def calibrate(self, logits: Tensor, client: ClientContext) -> Tensor:
         """Return z_c + strength * log p_c, where p_c is the share of class c.
 
+        Args:
+            logits: `(B, C)`.
+            client: The client.
+
         Returns:
             Adjusted logits `(B, C)`.
         """

@@ -87,6 +87,8 @@ class Algorithm:
         is_wrapper: Whether it wraps another algorithm, its `inner`.
         implies_fedavg: Whether the name of this wrapper, alone, stands for it around FedAvg in
             tables and records: `fedavgm`, but `fedavg+fedcog`.
+        is_server_rule: Whether this wrapper decides how far the server's model moves.
+        is_mean_rule: Whether this wrapper replaces the mean of the clients' updates.
         has_server_step: Whether a schedule may scale the server's update of the model; not so if
             other state follows the model.
         applies_mean: Whether the server applies the weighted mean of the clients' updates.
@@ -107,6 +109,8 @@ class Algorithm:
     sends_coverage: ClassVar[bool] = False
     is_wrapper: ClassVar[bool] = False
     implies_fedavg: ClassVar[bool] = False
+    is_server_rule: ClassVar[bool] = False
+    is_mean_rule: ClassVar[bool] = False
     has_server_step: ClassVar[bool] = True
     applies_mean: ClassVar[bool] = True
     needs_mean: ClassVar[bool] = False

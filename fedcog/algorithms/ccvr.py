@@ -13,6 +13,7 @@ from fedcog.core.settings import setting
 from fedcog.core.tree import Params, State
 from fedcog.models.checks import ModelError
 from fedcog.models.functional import Model
+from fedcog.models.heads import train_head
 
 RIDGE = 1e-3
 """Share of the mean variance that is added to every variance, so that covariances are regular."""
@@ -121,7 +122,9 @@ class CCVR(Wrapper):
         head = {name: weights[name] for name in model.head_names}
         dtype = next(iter(head.values())).dtype
         examples = features[is_known].flatten(0, 1).to(dtype)
-        calibrated = self._train_head(model, head, examples, labels[is_known].flatten())
+        calibrated = train_head(
+            model, head, examples, labels[is_known].flatten(), self.steps, self.lr
+        )
         return server | {"calibrated": calibrated}
 
     @staticmethod
@@ -144,14 +147,3 @@ class CCVR(Wrapper):
         identity = torch.eye(mean.shape[1], dtype=mean.dtype, device=mean.device)
         regular = covariance + RIDGE * variance[:, None, None] * identity
         return mean, torch.linalg.cholesky_ex(regular)[0]
-
-    def _train_head(self, model: Model, head: Params, features: Tensor, labels: Tensor) -> Params:
-        """Minimize the cross-entropy of virtual features with Adam, all features at once."""
-        with torch.enable_grad():
-            trained = {name: value.clone().requires_grad_() for name, value in head.items()}
-            optimizer = torch.optim.Adam(trained.values(), lr=self.lr)
-            for _ in range(self.steps):
-                optimizer.zero_grad()
-                F.cross_entropy(model.classify(trained, features), labels).backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-        return {name: value.detach() for name, value in trained.items()}

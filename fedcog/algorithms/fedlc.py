@@ -23,6 +23,10 @@ class FedLC(CalibratedSoftmax):
     def calibrate(self, logits: Tensor, client: ClientContext) -> Tensor:
         """Return z_c - tau / n_c^(1/4).
 
+        Args:
+            logits: `(B, C)`.
+            client: The client.
+
         Returns:
             Adjusted logits `(B, C)`.
         """

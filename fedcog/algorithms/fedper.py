@@ -17,8 +17,7 @@ class FedPer(Algorithm):
 
     A new client starts with the initial head. The server's own accuracy is that of the shared
     layers under the initial head (sent in every round for new clients) and means nothing: look at
-    the personalized accuracy. The rule is as later papers describe it; the paper itself was not
-    read again.
+    the personalized accuracy.
     """
 
     needs_features: ClassVar[bool] = True

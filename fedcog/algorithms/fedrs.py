@@ -30,6 +30,10 @@ class FedRS(CalibratedSoftmax):
     def calibrate(self, logits: Tensor, client: ClientContext) -> Tensor:
         """Return a_c z_c.
 
+        Args:
+            logits: `(B, C)`.
+            client: The client.
+
         Returns:
             Adjusted logits `(B, C)`.
         """

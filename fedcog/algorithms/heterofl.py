@@ -36,7 +36,7 @@ class HeteroFL(Wrapper):
     def __post_init__(self) -> None:
         """Refuse inner algorithms that need the full model at every client."""
         super().__post_init__()
-        for layer in self.inner.layers:
+        for layer in reversed(self.inner.layers):
             if layer.needs_full_model:
                 raise ConfigError(
                     [

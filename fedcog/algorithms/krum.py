@@ -25,6 +25,10 @@ class Krum(RobustRule):
     def combine(self, updates: State, weights: Tensor) -> State:
         """Return the total weight times the chosen update, or the mean of the chosen ones.
 
+        Args:
+            updates: `"delta"` and `"buffers"` of the clients, weighted and stacked.
+            weights: The clients' weights, `(K,)`.
+
         Returns:
             `"delta"` and `"buffers"`.
 
@@ -51,7 +55,15 @@ class Krum(RobustRule):
         return 1
 
     def scores(self, updates: State, weights: Tensor) -> Tensor:
-        """Return the sum of squared distances to the K - f - 2 nearest others, `(K,)`."""
+        """Compute the sum of squared distances to the K - f - 2 nearest others.
+
+        Args:
+            updates: `"delta"` and `"buffers"` of the clients, weighted and stacked.
+            weights: The clients' weights, `(K,)`.
+
+        Returns:
+            A score for each client, `(K,)`.
+        """
         parts = [value.flatten(1) for value in updates["delta"].values()]
         rows = torch.cat(parts, 1) / weights[:, None]
         distances = torch.stack([(rows - row).square().sum(1) for row in rows])

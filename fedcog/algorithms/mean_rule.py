@@ -1,6 +1,7 @@
 """Rules for the mean of the clients' updates, around any algorithm."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fedcog.algorithms.server_rule import needs_mean_reason
 from fedcog.algorithms.wrapper import Wrapper, name_of
@@ -15,13 +16,15 @@ class MeanRule(Wrapper):
     inner algorithm sends, such as control variates, is summed as before.
     """
 
+    is_mean_rule: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         """Refuse a second rule for the mean, and clients that train parts of the model."""
         super().__post_init__()
         own = name_of(self)
         for layer in self.inner.layers:
             name = name_of(layer)
-            if isinstance(layer, MeanRule):
+            if layer.is_mean_rule:
                 raise ConfigError(
                     [
                         f"{own} replaces the mean of the clients' updates, and so does {name}: "

@@ -19,6 +19,10 @@ class Median(RobustRule):
     def combine(self, updates: State, weights: Tensor) -> State:
         """Return the total weight times the median.
 
+        Args:
+            updates: `"delta"` and `"buffers"` of the clients, weighted and stacked.
+            weights: The clients' weights, `(K,)`.
+
         Returns:
             `"delta"` and `"buffers"`.
         """

@@ -46,7 +46,7 @@ def scale_update(factor: float | Tensor, payload: State) -> State:
 
 def _scale_nested(factor: float | Tensor, part: State) -> State:
     """Scale the updates in a per-client part, at any depth."""
-    nested = {key: value for key, value in part.items() if isinstance(value, dict)}
+    nested = {key: value for key, value in part.items() if hasattr(value, "items")}
     scaled = {
         key: _scale_nested(factor, value)
         for key, value in nested.items()

@@ -16,6 +16,7 @@ class ServerRule(Wrapper):
     """
 
     implies_fedavg: ClassVar[bool] = True
+    is_server_rule: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse inner algorithms with a rule of their own for the model."""
@@ -25,7 +26,7 @@ class ServerRule(Wrapper):
             raise ConfigError([needs_mean_reason(own)])
         for layer in self.inner.layers:
             name = name_of(layer)
-            if isinstance(layer, ServerRule):
+            if layer.is_server_rule:
                 raise ConfigError(
                     [
                         f"{own} goes around algorithms without a server rule, but {name} is one: "

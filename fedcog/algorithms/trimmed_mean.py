@@ -24,6 +24,10 @@ class TrimmedMean(RobustRule):
     def combine(self, updates: State, weights: Tensor) -> State:
         """Return the total weight times the trimmed mean.
 
+        Args:
+            updates: `"delta"` and `"buffers"` of the clients, weighted and stacked.
+            weights: The clients' weights, `(K,)`.
+
         Returns:
             `"delta"` and `"buffers"`.
 

@@ -20,6 +20,7 @@ from fedcog.algorithms.types import (
     StepGradient,
     Uplink,
 )
+from fedcog.core.settings import ConfigError
 from fedcog.core.tree import Params, State
 from fedcog.models.functional import Model
 
@@ -38,11 +39,13 @@ class Wrapper(Algorithm):
 
     def __post_init__(self) -> None:
         """Refuse an inner algorithm that is none."""
-        if not isinstance(self.inner, Algorithm):
+        if not hasattr(self.inner, "layers"):
             name = type(self).__name__
-            raise TypeError(
-                f"the first argument of {name} is the algorithm that it wraps, not {self.inner!r}: "
-                f"write {name}(FedProx()), and settings by name."
+            raise ConfigError(
+                [
+                    f"{self.inner!r} is not an Algorithm: the first argument of {name} is the "
+                    f"algorithm that it wraps, as in {name}(FedProx()); give settings by name."
+                ]
             )
 
     @property

@@ -30,8 +30,8 @@ from fedcog.runs.records.export import Exported
 from fedcog.runs.records.metric_series import metric_label
 from fedcog.runs.records.recorded_run import Run
 from fedcog.studies.catalog import AlgorithmInfo, Sizes, describe_algorithms
-from fedcog.studies.gains import Gain
 from fedcog.studies.job_planning import StudyProgress
+from fedcog.studies.paper.gains import Gain
 from fedcog.studies.study import Study
 from fedcog.studies.theory import TheoryPlan, TheoryResult
 from fedcog.studies.tuning import sweep_tables

@@ -34,8 +34,8 @@ class Schema(NamedTuple):
         validation: Fraction of the data that a sweep holds out by default.
         sizes: What a client sends, receives and keeps under every algorithm, as measured by
             `measure_sizes` in `studies/catalog.py`.
-        gains: What every algorithm gains over FedAvg, as `measured_gains` in `studies/gains.py`
-            reads it from the repository's results: setting, mean and deviation.
+        gains: What every algorithm gains over FedAvg: setting, mean and deviation, as
+            `measured_gains` in `studies/paper/gains.py` reads it from the repository's results.
     """
 
     settings: dict[str, Setting]
@@ -92,7 +92,7 @@ def schema_text() -> str:
     from fedcog.studies.audit.audit import AuditSettings
     from fedcog.studies.catalog import measure_sizes
     from fedcog.studies.comparison_table import TableFormat
-    from fedcog.studies.gains import measured_gains
+    from fedcog.studies.paper.gains import measured_gains
     from fedcog.studies.theory import TheoryPlan
     from fedcog.studies.tuning.search import Search
     from fedcog.studies.tuning.sweep import DEFAULT_VALIDATION

@@ -21,7 +21,7 @@ from fedcog.federation.simulator import LocalWorkload, Simulator
 from fedcog.models.functional import Model
 from fedcog.models.zoo import build
 from fedcog.runs.config.experiment import Experiment
-from fedcog.studies.gains import Gain, best_for
+from fedcog.studies.paper.gains import Gain, best_for
 
 INPUT_SHAPE = (3, 32, 32)
 NUM_CLASSES = 10

@@ -160,5 +160,5 @@ def test_order_of_a_server_rule_and_a_client_rule_does_not_matter() -> None:
 
 def test_a_first_argument_that_is_no_algorithm_is_refused() -> None:
     wrong: Any = 0.5
-    with pytest.raises(TypeError, match="the first argument of FedAvgM is the algorithm"):
+    with pytest.raises(ConfigError, match="is not an Algorithm: the first argument of FedAvgM"):
         FedAvgM(wrong)

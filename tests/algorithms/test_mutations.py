@@ -198,8 +198,8 @@ MUTATIONS = {
     "drift is not stored": (
         "feddc",
         "feddc",
-        '    learning rate times the number of steps.\n    """\n',
-        '    """\n\n'
+        'the undecayed learning rate times the number of steps.\n    """\n',
+        'the undecayed learning rate.\n    """\n\n'
         "    def client_update(self, params, client, work):\n"
         "        state, payload = super().client_update(params, client, work)\n"
         '        return state | {"memory": client.state["memory"]}, payload\n',

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from fedcog.algorithms import SCAFFOLD, Algorithm, FedAvg, FedCOG, FedGen, FedProx
+from fedcog.algorithms.payloads import scale_update
 from fedcog.algorithms.types import ClientContext, LocalWork
 from fedcog.core import rng, tree
 from fedcog.core.lr_schedules import LRSchedule
 from fedcog.core.tree import Params, State
-from fedcog.engine.aggregation import scale_update
 from fedcog.engine.cohort import RoundSpec
 from fedcog.engine.cohort_results import CohortResult
 from fedcog.federation.backend import Diverged

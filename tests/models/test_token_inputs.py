@@ -68,7 +68,12 @@ GENERATION = {"start_round": 1, "count": 6, "steps": 3}
 
 
 def all_algorithms() -> list[fedcog.Algorithm]:
-    bare = [cls() for name, cls in ALGORITHMS.items() if name != "heterofl"]
+    few = {"attackers": 0}  # three clients
+    bare = [
+        cls(**few if "krum" in name else {})
+        for name, cls in ALGORITHMS.items()
+        if name != "heterofl"
+    ]
     return [*bare, FedCOG(FedProx(), **GENERATION), FedCOG(**GENERATION)]
 
 

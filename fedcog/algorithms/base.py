@@ -215,6 +215,11 @@ class Algorithm:
         return {"params": server["params"], "buffers": server["buffers"]}
 
     @property
+    def min_clients(self) -> int:
+        """The fewest clients of a round that its rule is made for."""
+        return 1
+
+    @property
     def num_resums(self) -> int:
         """The number of further sums over the same clients that a round needs."""
         return 0

@@ -28,9 +28,9 @@ class CCVR(Wrapper):
     features with these means and covariances, the same number of every class, and trains the head
     on them. The calibrated head is evaluated and saved, and never sent to clients, so training is
     that of the algorithm inside; only power-of-choice ranks clients by the calibrated model. Rounds
-    without evaluation keep the last calibrated head. Features after a
-    ReLU are not normally distributed. 2000 features a class are from memory of the paper; how it
-    trains the head was not found, here it is Adam on all features at once.
+    without evaluation keep the last calibrated head. Records of traffic leave these sums out.
+    Features after a ReLU are not normally distributed. 2000 features a class are from memory of the
+    paper; how it trains the head was not found, here it is Adam on all features at once.
     """
 
     needs_features: ClassVar[bool] = True
@@ -135,9 +135,9 @@ class CCVR(Wrapper):
             total: Sums over all clients, as `survey` returns them.
 
         Returns:
-            Means `(C, F)`, and `(C, F, F)`: lower factors L of the covariances L L^T, to which a
-            thousandth of the mean variance is added. A class with fewer than two examples has no
-            meaning.
+            Means `(C, F)`, and `(C, F, F)`: factors L of the covariances L L^T, to which a
+            thousandth of the mean variance is added. No variance is less than that. A class with
+            fewer than two examples has no meaning.
         """
         count = total["num_examples"].clamp(min=2)[:, None, None]
         mean = total["feature_sum"] / count[:, 0]
@@ -146,4 +146,9 @@ class CCVR(Wrapper):
         variance = covariance.diagonal(dim1=1, dim2=2).mean(1).clamp(min=1e-12)
         identity = torch.eye(mean.shape[1], dtype=mean.dtype, device=mean.device)
         regular = covariance + RIDGE * variance[:, None, None] * identity
-        return mean, torch.linalg.cholesky_ex(regular)[0]
+        factor, failed = torch.linalg.cholesky_ex(regular)
+        if bool((failed > 0).any()):  # secure aggregation rounds sums: a variance may be negative
+            values, vectors = torch.linalg.eigh(regular)
+            smallest = RIDGE * variance[:, None]
+            factor = vectors * torch.maximum(values, smallest).sqrt()[:, None]
+        return mean, factor

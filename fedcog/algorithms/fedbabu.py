@@ -3,24 +3,33 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from fedcog.algorithms.base import Algorithm
+from fedcog.algorithms.fedper import FedPer
 from fedcog.algorithms.types import Batch, ClientContext, Loss, StepGradient
 from fedcog.core import tree
 from fedcog.core.settings import setting
-from fedcog.core.tree import Params
+from fedcog.core.tree import Params, State
 
 
 @dataclass(frozen=True)
-class FedBABU(Algorithm):
-    """FedAvg whose last layer stays as it was initialized, at the server and at all clients.
+class FedBABU(FedPer):
+    """FedAvg of all layers but the last, which stays as it was initialized, everywhere.
 
-    A fixed head cannot adopt a client's class frequencies. The authors then tune every client's
-    model for a few epochs and test that: continue the run with `fedavg` and local steps alone
-    (docs/howto/personalise.md). The head is frozen against momentum and weight decay too.
+    A fixed head cannot adopt a client's class frequencies. Clients receive it and never send it, so
+    it is frozen against momentum, weight decay and noise. The authors then tune every client's
+    model for a few epochs and test that; here the global model is evaluated.
     """
 
-    needs_features: ClassVar[bool] = True
-    frozen: Literal["head", "none"] = setting("head", "what is never trained; none is FedAvg")
+    is_personalized: ClassVar[bool] = False
+    personal: Literal["head", "none"] = setting("head", "what is never trained; none is FedAvg")
+
+    def client_init(self, broadcast: State) -> State:
+        """Keep nothing: the head is in every broadcast."""
+        return {}
+
+    def start_params(self, client: ClientContext) -> Params:
+        """Start from the shared body and the initial head."""
+        params: Params = client.broadcast["params"] | client.broadcast["head"]
+        return params
 
     def local_grad(
         self, loss: Loss, params: Params, batch: Batch, client: ClientContext
@@ -31,7 +40,8 @@ class FedBABU(Algorithm):
             Gradient, loss and running statistics.
         """
         step = super().local_grad(loss, params, batch, client)
-        return step._replace(grads=self._freeze(step.grads, tree.zeros(step.grads), client))
+        head = tree.zeros(client.broadcast["head"])
+        return step._replace(grads=step.grads | head)
 
     def after_step(
         self, before: Params, after: Params, batch: Batch, client: ClientContext
@@ -41,10 +51,5 @@ class FedBABU(Algorithm):
         Returns:
             The parameters that the step ends with.
         """
-        return self._freeze(super().after_step(before, after, batch, client), before, client)
-
-    def _freeze(self, params: Params, frozen: Params, client: ClientContext) -> Params:
-        """Take the head from `frozen`."""
-        if self.frozen == "none":
-            return params
-        return params | {name: frozen[name] for name in client.model.head_names}
+        head: Params = client.broadcast["head"]
+        return super().after_step(before, after, batch, client) | head

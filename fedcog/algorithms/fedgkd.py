@@ -27,15 +27,15 @@ class FedGKD(Algorithm):
     models: int = setting(5, "number of global models that the teacher is the mean of", "> 0")
 
     def server_init(self, init: FederationInit) -> State:
-        """Start with the initial model as the only one."""
+        """Start without past models."""
         server = super().server_init(init)
         if self.models == 1:
             return server
+        num_past = self.models - 1
         weights = self._weights(server)
-        past = tree.apply(lambda value: value.new_zeros(self.models, *value.shape), weights)
         return server | {
-            "history": _append(past, weights),
-            "num_models": torch.ones_like(init.num_clients),
+            "history": tree.apply(lambda value: value.new_zeros(num_past, *value.shape), weights),
+            "num_past": torch.zeros_like(init.num_clients),
         }
 
     def broadcast(self, server: State) -> State:
@@ -43,11 +43,12 @@ class FedGKD(Algorithm):
         sent = super().broadcast(server)
         if self.models == 1:
             return sent
-        teacher = tree.apply(lambda value: value.sum(0) / server["num_models"], server["history"])
-        return sent | {"teacher": teacher}
+        past = tree.apply(lambda value: value.sum(0), server["history"])
+        total = tree.add(past, self._weights(server))
+        return sent | {"teacher": tree.scale(1 / (server["num_past"] + 1), total)}
 
     def server_update(self, server: State, total: State, draws: State) -> State:
-        """Keep the new model among the last ones.
+        """Keep the model of this round among the past ones.
 
         Returns:
             The server state after the round.
@@ -56,8 +57,8 @@ class FedGKD(Algorithm):
         if self.models == 1:
             return after
         return after | {
-            "history": _append(server["history"], self._weights(after)),
-            "num_models": (server["num_models"] + 1).clamp(max=self.models),
+            "history": _append(server["history"], self._weights(server)),
+            "num_past": (server["num_past"] + 1).clamp(max=self.models - 1),
         }
 
     def penalty(

@@ -17,7 +17,7 @@ class FedPer(Algorithm):
 
     A new client starts with the initial head. The server's own accuracy is that of the shared
     layers under the initial head (sent in every round for new clients) and means nothing: look at
-    the personalized accuracy.
+    the label mix.
     """
 
     needs_features: ClassVar[bool] = True
@@ -63,5 +63,7 @@ class FedPer(Algorithm):
             (state, payload).
         """
         state, payload = super().client_update(params, client, work)
-        head = {name: params[name] for name in client.state.get("head", {})}
+        if "head" not in client.state:
+            return state, payload
+        head = {name: params[name] for name in client.state["head"]}
         return state | {"head": head}, payload

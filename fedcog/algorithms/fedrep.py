@@ -19,7 +19,7 @@ class FedRep(FedPer):
     The frozen part is masked in the gradient and after the step. One momentum runs through both
     phases; the frozen part accumulates nothing but weight decay. A new client starts with the
     initial head. The server's own accuracy is that of the shared layers under the initial head
-    (sent in every round for new clients) and means nothing: look at the personalized accuracy.
+    (sent in every round for new clients) and means nothing: look at the label mix.
     """
 
     head_share: float = setting(

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from fedcog.algorithms.mean_rule import MeanRule
 from fedcog.algorithms.payloads import scaled_update
 from fedcog.algorithms.types import UPDATE_PARTS, ClientContext, LocalWork
@@ -22,8 +25,8 @@ class GeometricMedian(MeanRule):
     the next v. Each pass is a sum, so it works under secure aggregation: the server sends v and
     sees sums only. Weights are relative to the last pass's mean distance and at most 64, which only
     matters for updates 64 times nearer to v than that. All passes are made; the authors stop early
-    when v hardly moves. A client that lies about its own weight is not found out. Distances are
-    over all parameters, without running statistics.
+    when v hardly moves. With few passes a very large update still moves v. A client that lies about
+    its own weight is not found out. Distances are over all parameters, without running statistics.
     """
 
     passes: int = setting(4, "number of passes; 0 is the weighted mean", ">= 0")
@@ -52,7 +55,7 @@ class GeometricMedian(MeanRule):
         """
         state, payload = self.inner.client_update(params, client, work)
         update = tree.scale(1 / client.weight, payload["delta"])
-        closeness = client.weight / tree.norm(update).clamp(min=self.epsilon)
+        closeness = client.weight / self._length(update)
         return state, payload | {"median_weight": client.weight, "closeness": closeness}
 
     def resum_broadcast(self, total: State) -> State:
@@ -72,7 +75,7 @@ class GeometricMedian(MeanRule):
         """
         last_weight = payload["median_weight"]
         update = tree.scale(1 / last_weight, payload["delta"])
-        distance = tree.norm(tree.subtract(update, broadcast["center"])).clamp(min=self.epsilon)
+        distance = self._length(tree.subtract(update, broadcast["center"]))
         closeness = payload["weight"] / distance
         weight = (closeness * broadcast["distance"]).clamp(max=MAX_WEIGHT)
         scaled = scaled_update(weight / last_weight, payload)
@@ -83,6 +86,12 @@ class GeometricMedian(MeanRule):
         factor = total["weight"] / total["median_weight"]
         rest = {key: value for key, value in total.items() if key not in _OWN_KEYS}
         return self.inner.aggregate(rest | scaled_update(factor, total))
+
+    def _length(self, update: Params) -> Tensor:
+        """Return the L2 norm, at least epsilon, without overflow of its square."""
+        exact = tree.apply(torch.Tensor.double, update)
+        length = tree.norm(exact).clamp(min=self.epsilon)
+        return length.to(next(iter(update.values())).dtype)
 
 
 _OWN_KEYS = ("median_weight", "closeness")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedcog.algorithms.robust_rule import RobustRule, map_coordinates, sum_selected
-from fedcog.core.settings import ConfigError, setting
+from fedcog.core.settings import setting
 from fedcog.core.tree import State
 
 
@@ -14,12 +14,17 @@ class TrimmedMean(RobustRule):
     """Any algorithm, whose server drops the largest and smallest values of every number.
 
     The mean of the others counts clients alike, whatever their weights. With nothing dropped it is
-    the weighted mean.
+    the weighted mean. If too few clients answer, fewer values are dropped.
     """
 
     trim: int = setting(
         1, "number of clients dropped at either end, for every number; 0 is FedAvg", ">= 0"
     )
+
+    @property
+    def min_clients(self) -> int:
+        """One more than it drops."""
+        return 2 * self.trim + 1
 
     def combine(self, updates: State, weights: Tensor) -> State:
         """Return the total weight times the trimmed mean.
@@ -30,22 +35,12 @@ class TrimmedMean(RobustRule):
 
         Returns:
             `"delta"` and `"buffers"`.
-
-        Raises:
-            ConfigError: If no client would be left.
         """
-        num_clients = len(weights)
         if self.trim == 0:
             return sum_selected(updates, weights, weights > 0)
-        if 2 * self.trim >= num_clients:
-            raise ConfigError(
-                [
-                    f"trimmed-mean.trim {self.trim} drops {2 * self.trim} of {num_clients} "
-                    "clients: lower it, or let more clients take part in a round."
-                ]
-            )
         return map_coordinates(self._trimmed_mean, updates, weights)
 
     def _trimmed_mean(self, values: Tensor) -> Tensor:
         """Return the mean over the first dimension without the extreme values."""
-        return values.sort(0).values[self.trim : len(values) - self.trim].mean(0)
+        trim = min(self.trim, (len(values) - 1) // 2)
+        return values.sort(0).values[trim : len(values) - trim].mean(0)

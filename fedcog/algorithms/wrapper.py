@@ -104,6 +104,11 @@ class Wrapper(Algorithm):
         return self.inner.broadcast(server)
 
     @property
+    def min_clients(self) -> int:
+        """The fewest clients of a round that the inner rule is made for."""
+        return self.inner.min_clients
+
+    @property
     def num_resums(self) -> int:
         """The inner number of further sums."""
         return self.inner.num_resums

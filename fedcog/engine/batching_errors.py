@@ -27,6 +27,10 @@ TYPES = {
     "PendingUnbackedSymbolNotFound",
 }
 """Torch's exceptions about tensors whose values are not known while a step is recorded."""
+IN_A_LOOP = (
+    "Or set --mapping loop, which trains one client after another and is many times slower on a "
+    "GPU."
+)
 NO_STORAGE = "doesn't have storage"
 """Part of the error about NumPy reading a tensor of several clients."""
 
@@ -38,6 +42,7 @@ class Remedy(NamedTuple):
     operation: str
     reason: str
     instead: str
+    works_in_loop: bool = True
 
 
 REMEDIES = (
@@ -49,10 +54,30 @@ REMEDIES = (
     ),
     Remedy(
         r"\b(randn?|randint|randperm|multinomial|bernoulli|rand_like|randn_like|normal_?|dropout)\(",
-        "a random number",
+        "a random operation",
         "draws numbers that cannot be repeated",
         'a request in request_draws, such as {"noise": fedcog.Draw((n,), "step")}, and '
         'batch["draws"]["noise"]',
+        works_in_loop=False,
+    ),
+    Remedy(
+        r"\.backward\(",
+        "backward",
+        "writes gradients into tensors",
+        "the loss as the hook's result; local_grad changes gradients",
+        works_in_loop=False,
+    ),
+    Remedy(
+        r"\][ ]*=[^=]",
+        "an assignment to elements",
+        "writes the values of several clients into a tensor of one",
+        "torch.where(labels[:, None] == torch.arange(num_classes, device=labels.device), new, old)",
+    ),
+    Remedy(
+        r"\[[^\]]*:[^\]]*\.(sum|max|min|argmax|mean|long)\(",
+        "a slice with a tensor as its end",
+        "has as many elements as a tensor's value says",
+        "all elements, and torch.where(torch.arange(n, device=x.device) < end, x, 0)",
     ),
     Remedy(
         r"\.item\(\)|\.tolist\(\)|\b(float|int|bool)\(",
@@ -123,11 +148,12 @@ def explain(error: BaseException) -> str:
     remedy = IN_PLACE if is_in_place else _remedy(source, message)
     if remedy is None:
         reason = message.strip().splitlines()[0] if message.strip() else type(error).__name__
-        return f"{place}\nThis cannot run for several clients at once ({reason})."
-    return (
+        return f"{place}\nThis cannot run for several clients at once ({reason}). {IN_A_LOOP}"
+    explanation = (
         f"{place}\nThis cannot run for several clients at once: {remedy.operation} "
         f"{remedy.reason}. Write instead: {remedy.instead}."
     )
+    return f"{explanation} {IN_A_LOOP}" if remedy.works_in_loop else explanation
 
 
 def _user_frame(error: BaseException) -> traceback.FrameSummary | None:

@@ -624,10 +624,7 @@ class Cohort:
                 yield
         except Exception as error:
             if explanation := batching_errors.explain(error):
-                raise ModelError(
-                    f"{explanation} Or set --mapping loop, which trains one client after another "
-                    "and is many times slower on a GPU."
-                ) from error
+                raise ModelError(explanation) from error
             is_runtime_error = isinstance(error, RuntimeError)
             if not is_runtime_error or not any(word in str(error) for word in VMAP_ERROR_WORDS):
                 raise

@@ -250,6 +250,8 @@ class Server:
             if self.privacy:
                 total = self.privacy.protect_sum(total, request.round)
             draws = self.backend.server_draws(self.algorithm, request.round)
+            if self.algorithm.uplink == "per_client" and result.findings is not None:
+                self._check_finite(request, result, result.findings)  # some rules need clients
             total = self.algorithm.aggregate(total)
             server = self.algorithm.server_update(self.state, total, draws)
             server = self._scale_step(server, self.schedule.server_lr.factor(request.round))

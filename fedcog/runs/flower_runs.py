@@ -137,7 +137,7 @@ def node_faults(experiment: Experiment) -> list[str]:
         faults.append(
             f"{algorithm_name(experiment.algorithm)} needs every client's payload, but secure "
             "aggregation reveals only the sum: choose an algorithm whose uplink is a sum (fedcog "
-            "list algorithms)."
+            "list algorithms); geometric-median is the robust mean that works with sums."
         )
     if experiment.selection != "uniform":
         faults.append(

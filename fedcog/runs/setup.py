@@ -149,6 +149,8 @@ class ExperimentSetup:
         self.task = make_task(len(self.dataset.classes), self.dataset.multi_label)
         if self.task.multi_label and (faults := single_label_faults(experiment)):
             raise ConfigError(faults)
+        if faults := [*experiment.too_few_clients(self.data.num_clients)]:
+            raise ConfigError(faults)
         self.privacy = make_privacy(experiment, self.data.num_clients, simulated=remote is None)
         if self.privacy and importlib.util.find_spec("dp_accounting") is None:
             raise ConfigError(["privacy needs an accountant: pip install 'fedcog[privacy]'."])

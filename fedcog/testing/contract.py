@@ -17,6 +17,7 @@ from fedcog.engine.aggregation import add_totals
 from fedcog.engine.cohort import RoundSpec
 from fedcog.engine.cohort_results import CohortResult, join_cohorts
 from fedcog.federation.simulator import Simulator
+from fedcog.models.checks import ModelError
 from fedcog.runs.config.experiment import Experiment
 from fedcog.runs.environment import torch_settings
 from fedcog.runs.records.checkpoint import Checkpoint
@@ -330,6 +331,8 @@ def _failures(check: Callable[[], None]) -> list[str]:
         check()
     except AssertionError as error:
         return [str(error).strip() or "an assertion failed."]
+    except ModelError as error:
+        return [str(error)]
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         package = Path(fedcog.__file__).parent

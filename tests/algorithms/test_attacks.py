@@ -9,10 +9,24 @@ import torch
 from torch import Tensor
 
 import fedcog
-from fedcog.algorithms import Algorithm, Attack, FedAvg, FedCOG, FedLC, Krum, Median
+from fedcog.algorithms import (
+    Algorithm,
+    Attack,
+    FedAvg,
+    FedCOG,
+    FedLC,
+    GeometricMedian,
+    Krum,
+    Median,
+    MultiKrum,
+    TrimmedMean,
+)
+from fedcog.algorithms.robust_rule import RobustRule
 from fedcog.core import tree
 from fedcog.core.settings import ConfigError
 from fedcog.data import Dataset
+from fedcog.engine.aggregation import add_totals
+from fedcog.federation.backend import Diverged
 from fedcog.federation.device_types import DeviceType
 from fedcog.federation.simulator import LocalWorkload, Simulator
 from fedcog.runs.config.composition import make_algorithm
@@ -220,3 +234,56 @@ def test_attacks_that_do_not_fit_the_data_are_refused(tmp_path: Path) -> None:
     experiment = Experiment(clients=4, rounds=1, model="mlp", devices=devices)
     with pytest.raises(ConfigError, match="a trigger needs images"):
         fedcog.run(experiment, tmp_path / "vectors", data=vectors)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("attack.source=0", "are both 0, which flips nothing"),
+        ("attack.target=3", "attack.target needs attack.source"),
+    ],
+)
+def test_label_flips_that_would_flip_nothing_are_refused(words: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        Experiment(clients=4, devices=f"attacker: clients=4 attack=label-flip {words}")
+
+
+@pytest.mark.parametrize("algorithm", [Krum(attackers=1), MultiKrum(keep=5), TrimmedMean(trim=2)])
+def test_rules_for_more_clients_than_there_are_are_refused(algorithm: Algorithm) -> None:
+    with pytest.raises(ConfigError, match="needs at least 5 clients in a round, not 4"):
+        Experiment(algorithm=algorithm, clients=4)
+
+
+@pytest.mark.parametrize("algorithm", [Krum(attackers=1), MultiKrum(), TrimmedMean(trim=2)])
+def test_rules_go_on_if_few_clients_answer(algorithm: RobustRule) -> None:
+    updates = {"delta": {"x": torch.tensor([[1.0], [3.0]])}, "buffers": {}}
+    total = algorithm.combine(updates, torch.ones(2))["delta"]["x"]
+    assert float(total) / 2 in (1.0, 2.0, 3.0)
+
+
+@pytest.mark.parametrize("mapping", ["loop", "vmap"])
+@pytest.mark.parametrize("algorithm", [Median(), TrimmedMean(), Krum(), GeometricMedian()])
+def test_divergence_is_named_as_such(algorithm: Algorithm, mapping: Any) -> None:
+    toy = ToyFederation(algorithm, mapping, sizes=SIZES, rounds=1, lr=1e300)
+    with pytest.raises(Diverged, match="updates of clients 0, 1, 2, 3, 4 are not finite"):
+        toy.run()
+
+
+def test_one_huge_update_does_not_make_the_geometric_median_nan() -> None:
+    """Its square is infinite in float32. With enough passes it does not count."""
+    values = [1.0, 2.0, 3.0, 1e25]
+    algorithm = GeometricMedian(passes=80)
+    payloads = []
+    for value in values:
+        update = {"x": torch.tensor([value, 0.0])}
+        closeness = 1 / algorithm._length(update)
+        parts = {"weight": torch.tensor(1.0), "median_weight": torch.tensor(1.0)}
+        payloads.append({"delta": update, "buffers": {}, "closeness": closeness} | parts)
+    total = add_totals(payloads)
+    for _ in range(algorithm.num_resums):
+        broadcast = algorithm.resum_broadcast(total)
+        parts_of = [algorithm.resum_payload(payload, broadcast) for payload in payloads]
+        total = total | add_totals(parts_of)
+        payloads = [last | part for last, part in zip(payloads, parts_of, strict=True)]
+    mean = algorithm.aggregate(total)["delta"]["x"] / total["weight"]
+    assert mean.isfinite().all() and 1 <= float(mean[0]) <= 4

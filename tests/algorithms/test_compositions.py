@@ -17,10 +17,12 @@ from fedcog.algorithms import (
     FedACG,
     FedAdam,
     FedAvgM,
+    FedBABU,
     FedCOG,
     FedDisco,
     FedDyn,
     FedExP,
+    FedGKD,
     FedLESAM,
     FedNova,
     FedProx,
@@ -162,3 +164,48 @@ def test_a_first_argument_that_is_no_algorithm_is_refused() -> None:
     wrong: Any = 0.5
     with pytest.raises(ConfigError, match="is not an Algorithm: the first argument of FedAvgM"):
         FedAvgM(wrong)
+
+
+def test_fedgkd_distills_the_models_that_the_server_rule_made() -> None:
+    """With momentum, the last past model in the teacher is the one that was sent."""
+    toy = ToyFederation(FedAvgM(FedGKD(models=3), beta=0.9), rounds=3)
+    sent = [toy.server.state["params"], *(one.server["params"] for one in toy.run())]
+    for name, history in toy.server.state["history"].items():
+        assert torch.equal(history, torch.stack([sent[1][name], sent[2][name]]))
+
+
+def test_fedbabu_never_sends_its_head() -> None:
+    """So no noise and no server rule can move it."""
+    toy = ToyFederation(FedAvgM(FedBABU(), beta=0.9), rounds=3)
+    toy.run()
+    weights = toy.algorithm.server_model(toy.server.state)
+    payload = toy.run_clients([0], 3, toy.algorithm.broadcast(toy.server.state)).total
+    for name in toy.model.head_names:
+        assert torch.equal(weights[name], toy.model.params[name])
+        assert name not in payload["delta"]
+
+
+def test_ccvr_survives_rounded_sums() -> None:
+    """Rounding can make a variance negative, so that no Cholesky factor exists."""
+    total = {
+        "num_examples": torch.tensor([2.0, 50.0], dtype=torch.float64),
+        "feature_sum": torch.zeros(2, 3, dtype=torch.float64),
+        "feature_products": torch.diag_embed(
+            torch.tensor([[4.0, 1.0, -0.5], [49.0, 49.0, 49.0]], dtype=torch.float64)
+        ),
+    }
+    _, factor = CCVR.moments(total)
+    covariance = factor @ factor.mT
+    assert torch.allclose(
+        covariance[0].diagonal()[:2], torch.tensor([4.0, 1.0]).double(), rtol=1e-2
+    )
+    assert 0 < covariance[0, 2, 2] < 0.01
+    assert torch.allclose(covariance[1], 1.001 * torch.eye(3).double())
+
+
+def test_two_client_rules_are_not_sent_in_a_circle() -> None:
+    with pytest.raises(ConfigError, match="fedlc and fedper both say how clients train"):
+        make_algorithm("fedlc+fedper")
+    with pytest.raises(ConfigError, match=r"write fedlc[+]fedavgm"):
+        make_algorithm("fedavgm+fedlc")
+    assert algorithm_name(make_algorithm("fedlc + fedcog")) == "fedlc+fedcog"

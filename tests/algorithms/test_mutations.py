@@ -161,14 +161,14 @@ MUTATIONS = {
     "newest model is missing": (
         "fedgkd two models",
         "fedgkd",
-        "self._weights(after)",
-        "self._weights(server)",
+        "total = tree.add(past, self._weights(server))",
+        "total = past",
     ),
     "teacher is the last model alone": (
         "fedgkd three models",
         "fedgkd",
-        'value.sum(0) / server["num_models"]',
-        "value[-1]",
+        "value.sum(0), server",
+        "value[-1], server",
     ),
     "momentum is added twice": (
         "fedacg",
@@ -283,8 +283,8 @@ MUTATIONS = {
     "head moves by weight decay": (
         "fedbabu",
         "fedbabu",
-        "self._freeze(super().after_step(before, after, batch, client), before, client)",
-        "after",
+        "super().after_step(before, after, batch, client) | head",
+        "super().after_step(before, after, batch, client)",
     ),
     "lower of two middle values": (
         "median",
@@ -295,20 +295,20 @@ MUTATIONS = {
     "smallest values alone are dropped": (
         "trimmed-mean",
         "trimmed_mean",
-        "[self.trim : len(values) - self.trim]",
-        "[self.trim :]",
+        "[trim : len(values) - trim]",
+        "[trim :]",
     ),
     "one neighbor more": (
         "krum no attackers",
         "krum",
-        "len(weights) - self.attackers - 2",
-        "len(weights) - self.attackers - 1",
+        "len(weights) - self._num_attackers(len(weights)) - 2",
+        "len(weights) - self._num_attackers(len(weights)) - 1",
     ),
     "distances of weighted updates": ("fedavg+krum+fedavgm", "krum", " / weights[:, None]", ""),
     "attackers are kept": (
         "multi-krum",
         "krum",
-        "self.keep or num_clients - self.attackers",
+        "self.keep or num_clients - self._num_attackers(num_clients)",
         "self.keep or num_clients",
     ),
     "one pass fewer": (

@@ -189,7 +189,7 @@ def test_all_configuration_errors_are_reported_at_once(capsys: pytest.CaptureFix
         ("compare --algorithms fedavg --seed 3", "compare takes --algorithms and --seeds"),
         ("compare --algorithms fedavg --seeds ²", "seeds needs integers"),
         ("run --algorithm fedcog+fedcog", "fedcog wraps itself"),
-        ("run --algorithm +", "unknown algorithm"),
+        ("run --algorithm +", "a name is missing before or after a +"),
         ("run --algorithm FedCOG", "did you mean fedcog?"),
         ("run --seed 99999999999999999999", "seed needs an integer"),
         ("run --lr 1e999", "lr needs a number"),

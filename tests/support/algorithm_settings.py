@@ -88,7 +88,7 @@ ACTIVE_AND_NEUTRAL: dict[str, tuple[Algorithm, Algorithm | None]] = {
     "fedlesam": (FedLESAM(rho=0.5), FedLESAM(rho=0.0)),
     "fedsol": (FedSOL(), FedSOL(rho=0.0)),
     "fedper": (FedPer(), FedPer(personal="none")),
-    "fedbabu": (FedBABU(), FedBABU(frozen="none")),
+    "fedbabu": (FedBABU(), FedBABU(personal="none")),
     "feddisco": (FedDisco(), FedDisco(a=0.0, b=0.0)),
     "median": (Median(), None),
     "trimmed-mean": (TrimmedMean(), TrimmedMean(trim=0)),

@@ -252,7 +252,7 @@ def fedgkd(case: Case, gamma: float, temperature: float, models: int) -> dict[st
         past.append(x)
     if models == 1:
         return {"params": x}
-    history = {name: torch.stack([one[name] for one in past[-models:]]) for name in x}
+    history = {name: torch.stack([one[name] for one in past[-models:-1]]) for name in x}
     return {"params": x, "history": history}
 
 
@@ -671,8 +671,7 @@ def fedper(case: Case) -> dict[str, Any]:
     return {"params": body, "heads": heads}
 
 
-def fedbabu(case: Case, frozen: str) -> dict[str, Any]:
-    assert frozen == "head"
+def fedbabu(case: Case) -> dict[str, Any]:
     x = case.params
     fixed = {name: x[name] for name in HEAD}
     body = {name: x[name] for name in BODY}
@@ -686,7 +685,7 @@ def fedbabu(case: Case, frozen: str) -> dict[str, Any]:
 
             sent[i] = minus(train(case, body, r, i, direction), body)
         body = add(body, mean_of(case, sent))
-    return {"params": body | fixed}
+    return {"params": body}
 
 
 # --- robust rules for the mean

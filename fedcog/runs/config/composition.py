@@ -1,6 +1,6 @@
 """Composed algorithms by name: "fedprox+fedcog" is FedCOG around FedProx."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedcog.algorithms import ALGORITHMS, Algorithm, RecordedAlgorithm, RecordedWrapper
@@ -62,7 +62,8 @@ def make_algorithm(
         if table not in known
     ]
     algorithm: Algorithm | None = None
-    for part in name.split("+"):
+    parts = [part.strip() for part in name.split("+")]
+    for part in parts:
         cls = known.get(part)
         if cls is None:
             faults.append(_unknown_algorithm(part, known))
@@ -74,13 +75,9 @@ def make_algorithm(
         if cls.is_wrapper or algorithm is None:
             algorithm = cls(**values)
         else:
-            wrappers = [key for key, one in known.items() if one.is_wrapper]
-            faults.append(
-                f"algorithm '{name}': '{part}' is not a wrapper, so it must come first; wrappers "
-                f"are {', '.join(wrappers)}."
-            )
+            faults.append(_misplaced(parts, part, known))
     if faults or algorithm is None:
-        raise ConfigError(faults)
+        raise ConfigError(list(dict.fromkeys(faults)))
     return algorithm
 
 
@@ -134,8 +131,26 @@ def read_table(
     return settings.read(known[name], table, f"{name}.")
 
 
+def _misplaced(parts: Sequence[str], part: str, known: AlgorithmClasses) -> str:
+    """Describe an algorithm that is no wrapper and does not come first."""
+    name = "+".join(parts)
+    first = known.get(parts[0])
+    if first is not None and not first.is_wrapper:
+        return (
+            f"algorithm '{name}': {parts[0]} and {part} both say how clients train, and neither is "
+            "a wrapper: keep one of them."
+        )
+    others = [other for other in parts if other != part]
+    return (
+        f"algorithm '{name}': '{part}' is not a wrapper, so it must come first: write "
+        f"{'+'.join([part, *others])}."
+    )
+
+
 def _unknown_algorithm(name: str, known: AlgorithmClasses) -> str:
     """Describe an unknown algorithm; a settings file may not name code to run."""
+    if not name:
+        return "algorithm: a name is missing before or after a +, as in fedprox+fedcog."
     if ".py:" in name:
         return (
             f"algorithm '{name}': a settings file cannot name code to run; name the file on the "

@@ -194,6 +194,16 @@ class _Reader:
                 )
             return None
         attack = Attack(kind=kind, **given)
+        if kind == "label-flip" and attack.source == attack.target:
+            self.faults.append(
+                f"devices, {device}: attack.source and attack.target are both {attack.target}, "
+                "which flips nothing: choose two classes."
+            )
+        if kind == "label-flip" and attack.source < 0 and "target" in given:
+            self.faults.append(
+                f"devices, {device}: attack.target needs attack.source, the class to relabel; "
+                "without it every class is relabeled as C - 1 - y."
+            )
         if unused := sorted(given.keys() - set(attack.used_settings)):
             self.faults.append(
                 f"devices, {device}: {kind} has no {', '.join(unused)}; it has "

@@ -186,7 +186,7 @@ class Experiment:
     devices: str = setting(
         "",
         "device types: 'phone: clients=6 local_steps=50; server: clients=4 speed=2' and so on; "
-        "speed: local steps per virtual second",
+        "speed: local steps per virtual second; attack=sign-flip and others: malicious clients",
     )
     async_buffer: int = setting(
         0,
@@ -541,9 +541,28 @@ class Experiment:
         for name in parse_names(str(self.metrics)):
             if name not in METRICS:
                 yield settings.unknown_name("metric", name, METRICS)
+        if self.clients:
+            yield from self.too_few_clients(self.clients)
         names = [name for name, _ in layers]
         for name in {name for name in names if names.count(name) > 1}:
             yield f"{name} wraps itself: use each algorithm once."
+
+    def too_few_clients(self, num_clients: int) -> Iterator[str]:
+        """Check that enough clients train for the rule that replaces their mean.
+
+        Args:
+            num_clients: Number of all clients.
+
+        Yields:
+            A fault with a remedy.
+        """
+        count = self.async_buffer or self.clients_per_round(num_clients)
+        if self.algorithm.min_clients > count:
+            yield (
+                f"{algorithm_name(self.algorithm)} needs at least {self.algorithm.min_clients} "
+                f"clients in a round, not {count}: lower attackers or trim, or let more clients "
+                "take part."
+            )
 
     def _schedule_faults(self) -> Iterator[str]:
         """Check the schedules of the learning rates."""
@@ -631,6 +650,12 @@ class Experiment:
                 "async_buffer they have gone on by then: choose another rule for the mean, or set "
                 "--async-buffer 0."
             )
+        for name, layer in named_layers(self.algorithm):
+            if layer.needs_mean:
+                yield (
+                    f"{name} steps the further the longer the updates are, but staleness shortens "
+                    "only their mean: choose another server rule, or set --async-buffer 0."
+                )
         count = self.clients_per_round(self.clients)
         if self.clients and self.async_buffer > count:
             yield (

@@ -104,7 +104,7 @@ def test_all_faults_are_reported_at_once() -> None:
         ({"algorithm": "fedmagic"}, "unknown algorithm 'fedmagic'"),
         (
             {"algorithm": "fedcog+fedprox"},
-            "'fedprox' is not a wrapper, so it must come first; wrappers are fedavgm, fedadam",
+            "'fedprox' is not a wrapper, so it must come first: write fedprox+",
         ),
         ({"algorithm": 3}, "algorithm needs text"),
         ({"fedprox": {"mu": -1.0}}, "fedprox.mu needs a number"),

@@ -147,7 +147,9 @@ class CCVR(Wrapper):
         identity = torch.eye(mean.shape[1], dtype=mean.dtype, device=mean.device)
         regular = covariance + RIDGE * variance[:, None, None] * identity
         factor, failed = torch.linalg.cholesky_ex(regular)
-        if bool((failed > 0).any()):  # secure aggregation rounds sums: a variance may be negative
+        if bool(
+            (failed > 0).any() & covariance.isfinite().all()
+        ):  # secure aggregation rounds sums: a variance may be negative
             values, vectors = torch.linalg.eigh(regular)
             smallest = RIDGE * variance[:, None]
             factor = vectors * torch.maximum(values, smallest).sqrt()[:, None]

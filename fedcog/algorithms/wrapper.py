@@ -123,7 +123,11 @@ class Wrapper(Algorithm):
         return self.inner.resum_broadcast(total)
 
     def resum_payload(self, payload: State, broadcast: State) -> State:
-        """Call the inner hook."""
+        """Call the inner hook.
+
+        Returns:
+            The new values of some parts of the payload.
+        """
         return self.inner.resum_payload(payload, broadcast)
 
     def aggregate(self, total: State) -> State:

@@ -53,7 +53,7 @@ REMEDIES = (
         "(labels[:, None] == torch.arange(num_classes, device=labels.device)).to(dtype)",
     ),
     Remedy(
-        r"\b(randn?|randint|randperm|multinomial|bernoulli|rand_like|randn_like|normal_?|dropout)\(",
+        r"\b(randn?(_like)?|randint|randperm|multinomial|bernoulli|normal_?|dropout)\(",
         "a random operation",
         "draws numbers that cannot be repeated",
         'a request in request_draws, such as {"noise": fedcog.Draw((n,), "step")}, and '

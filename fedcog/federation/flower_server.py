@@ -313,22 +313,10 @@ class FlowerBackend:
         template = evaluation_state(self._evaluation_template())
         task = self._setup.simulator.cohort.task
         meter = TrafficMeter(self._grid)
-        messages = [
-            Message(RecordDict(content), dst_node_id=node, message_type=EVALUATE)
-            for node in nodes.values()
-        ]
-        client_of = {node: client_id for client_id, node in nodes.items()}
-        refused = dict.fromkeys(nodes, NO_REPLY)
-        answers: dict[int, State] = {}
-        for reply in meter.send_and_receive(messages, timeout=self._timeout):
-            client_id = client_of[meter.sender(reply)]
-            try:
-                answer = read_evaluation(reply, template, task)
-                del refused[client_id]
-                if int(answer["num_examples"]):
-                    answers[client_id] = answer
-            except InvalidPayload as error:
-                refused[client_id] = str(error)
+        heard, refused = self._ask(
+            content, EVALUATE, nodes, meter, lambda reply: read_evaluation(reply, template, task)
+        )
+        answers = {id: answer for id, answer in heard.items() if int(answer["num_examples"])}
         if not answers:
             raise NoAnswer(f"no node gave a usable answer. {_listed(refused)}")
         ids = sorted(answers)
@@ -341,6 +329,31 @@ class FlowerBackend:
             calibration=joined.get("calibration"),
         )
         return evaluation, refused
+
+    def _ask(
+        self,
+        content: Messages,
+        message_type: str,
+        nodes: dict[int, int],
+        meter: TrafficMeter,
+        read: Callable[[Message], State],
+    ) -> tuple[dict[int, State], dict[int, str]]:
+        """Send one message to all nodes; return valid answers, and why others were refused."""
+        messages = [
+            Message(RecordDict(content), dst_node_id=node, message_type=message_type)
+            for node in nodes.values()
+        ]
+        client_of = {node: client_id for client_id, node in nodes.items()}
+        refused = dict.fromkeys(nodes, NO_REPLY)
+        answers: dict[int, State] = {}
+        for reply in meter.send_and_receive(messages, timeout=self._timeout):
+            client_id = client_of[meter.sender(reply)]
+            try:
+                answers[client_id] = read(reply)
+                del refused[client_id]
+            except InvalidPayload as error:
+                refused[client_id] = str(error)
+        return answers, refused
 
     def _collect_masked_counts(
         self, content: Messages, nodes: dict[int, int], round: int
@@ -520,20 +533,9 @@ class FlowerBackend:
         round: int,
     ) -> tuple[State, dict[int, str]]:
         """Add up what nodes send in clear; return it, and why others were refused."""
-        messages = [
-            Message(RecordDict(content), dst_node_id=node, message_type=TRAIN)
-            for node in nodes.values()
-        ]
-        client_of = {node: client_id for client_id, node in nodes.items()}
-        refused = dict.fromkeys(nodes, NO_REPLY)
-        parts: dict[int, State] = {}
-        for reply in meter.send_and_receive(messages, timeout=self._timeout):
-            client_id = client_of[meter.sender(reply)]
-            try:
-                parts[client_id] = read_part(reply, template)
-                del refused[client_id]
-            except InvalidPayload as error:
-                refused[client_id] = str(error)
+        parts, refused = self._ask(
+            content, TRAIN, nodes, meter, lambda reply: read_part(reply, template)
+        )
         if not parts:
             raise NoAnswer(
                 f"no node gave a usable part of a further sum in round {round + 1}. "

@@ -245,17 +245,9 @@ class Server:
             Diverged: If updates, or the new server state, are not finite.
         """
         stopwatch = Stopwatch(next(iter(tree.flatten(self.state).values())).device)
+        is_evaluated = self.schedule.is_evaluated(request.round)
         with torch.no_grad():
-            total = result.total
-            if self.privacy:
-                total = self.privacy.protect_sum(total, request.round)
-            draws = self.backend.server_draws(self.algorithm, request.round)
-            if self.algorithm.uplink == "per_client" and result.findings is not None:
-                self._check_finite(request, result, result.findings)  # some rules need clients
-            total = self.algorithm.aggregate(total)
-            server = self.algorithm.server_update(self.state, total, draws)
-            server = self._scale_step(server, self.schedule.server_lr.factor(request.round))
-            is_evaluated = self.schedule.is_evaluated(request.round)
+            server = self._updated_state(request, result)
             if is_evaluated and self.algorithm.needs_survey:
                 server = self.backend.survey(self.algorithm, server, request.round)
         stopwatch.lap("server")
@@ -295,6 +287,18 @@ class Server:
             record.seconds["evaluation"] += stopwatch.seconds()["evaluation"]
         record.seconds["total"] = time.perf_counter() - request.started
         return FinishedRound(record, server, on_host.get("artifacts", {}))
+
+    def _updated_state(self, request: RoundRequest, result: RoundResult) -> State:
+        """Return the server state after the server's step."""
+        total = result.total
+        if self.privacy:
+            total = self.privacy.protect_sum(total, request.round)
+        draws = self.backend.server_draws(self.algorithm, request.round)
+        if self.algorithm.uplink == "per_client" and result.findings is not None:
+            self._check_finite(request, result, result.findings)  # a rule may need every client
+        total = self.algorithm.aggregate(total)
+        server = self.algorithm.server_update(self.state, total, draws)
+        return self._scale_step(server, self.schedule.server_lr.factor(request.round))
 
     def _scale_step(self, server: State, factor: float) -> State:
         """Scale the server's update of the parameters; the rest of its state stays as it is."""

@@ -120,3 +120,12 @@ def test_examples_run(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     module = ModuleType("docstring_example")
     monkeypatch.setitem(sys.modules, module.__name__, module)  # dataclasses look it up
     exec(compile(example, "docstring", "exec"), module.__dict__)
+
+
+def test_table_of_hooks_names_their_arguments() -> None:
+    table = (REPO / "docs" / "adding.md").read_text().split("| hook | returns |")[1]
+    named = dict(re.findall(r"`(\w+)\(([\w, ]*)\)`", table.split("\n\n")[0]))
+    assert len(named) > 20
+    for name, arguments in named.items():
+        parameters = list(inspect.signature(getattr(Algorithm, name)).parameters)
+        assert arguments.split(", ") == parameters[1:], name

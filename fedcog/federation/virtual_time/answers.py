@@ -79,7 +79,14 @@ class VirtualState(NamedTuple):
 
     @classmethod
     def from_record(cls, tensors: Params, info: Mapping[str, Any]) -> "VirtualState":
-        """Restore the state from the results of `to_tensors` and `to_info`.
+        """Restore the state from a checkpoint.
+
+        Args:
+            tensors: Result of `to_tensors`.
+            info: Result of `to_info`.
+
+        Returns:
+            The state.
 
         Raises:
             ArithmeticError, AttributeError, KeyError, TypeError, ValueError: If they are damaged.

@@ -104,7 +104,15 @@ def membership_rows(audit: Audit) -> list[tuple[str, ...]]:
 
 
 def used_columns(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
-    """Return the columns in which some row has a value."""
+    """Return the columns in which some row has a value.
+
+    Args:
+        columns: Names of the columns.
+        rows: Cells by row.
+
+    Returns:
+        Their numbers.
+    """
     return [index for index in range(len(columns)) if any(row[index] != NO_VALUE for row in rows)]
 
 

@@ -185,7 +185,15 @@ class _Comparison(NamedTuple):
         return match(squared_errors(self.values.to_unit(inputs), len(originals.indices), _some))
 
     def baselines(self, num_inputs: int, seed: int) -> dict[str, float]:
-        """Return the PSNR of guesses that ignore the update."""
+        """Return the PSNR of guesses that ignore the update.
+
+        Args:
+            num_inputs: Number of guesses of each kind.
+            seed: Seed of the guesses.
+
+        Returns:
+            PSNR in dB, by the kind of guess.
+        """
         data = self.audited.prepared.data
         shape = self.audited.prepared.dataset.input_shape
         num_averaged = min(NUM_MEAN_IMAGES, max(MAX_AVERAGED_NUMBERS // math.prod(shape), 1))
@@ -203,7 +211,15 @@ class _Comparison(NamedTuple):
         return {name: self.match(guess).mean for name, guess in guesses.items()}
 
     def labels(self, labels: Tensor, seed: int) -> dict[str, Any]:
-        """Return how many labels are right, and how many would be by chance."""
+        """Return how many labels are right, and how many would be by chance.
+
+        Args:
+            labels: Inferred labels, `(N,)`.
+            seed: Seed of the random guesses.
+
+        Returns:
+            Both as shares; empty for multi-label examples.
+        """
         task = self.audited.prepared.task
         if task.multi_label:
             return {}
@@ -214,7 +230,15 @@ class _Comparison(NamedTuple):
         }
 
     def pictures(self, inputs: Tensor, matched: Match) -> dict[str, Any]:
-        """Return originals beside reconstructions, if inputs are images."""
+        """Return originals beside reconstructions, if inputs are images.
+
+        Args:
+            inputs: Reconstructions, `(N, ...)`.
+            matched: Which originals they are assigned to.
+
+        Returns:
+            Images and their labels; empty for other inputs.
+        """
         prepared = self.audited.prepared
         if len(prepared.dataset.input_shape) != 3:
             return {}

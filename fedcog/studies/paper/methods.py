@@ -52,8 +52,8 @@ def all_methods() -> Study:
             "70 rounds of every method in the paper's setting: 10 clients, 400 local steps with "
             "momentum 0.9 and learning rate 0.01. The method's own hyperparameters are the "
             "published ones, where they are known, and were not tuned for this setting. FedCOG: 50 "
-            "rounds of FedAvg, then 20 of FedCOG. Nobody attacks, so robust means show what they "
-            "cost. The last two columns score the clients' local models on their label mix."
+            "rounds of FedAvg, then 20 of FedCOG. There is no attack, so robust means show what "
+            "they cost. The last two columns score the clients' local models on their label mix."
         ),
         cells=tuple(cells),
         reference_row="FedAvg",

@@ -34,7 +34,7 @@ class Schema(NamedTuple):
         validation: Fraction of the data that a sweep holds out by default.
         sizes: What a client sends, receives and keeps under every algorithm, as measured by
             `measure_sizes` in `studies/catalog.py`.
-        gains: What every algorithm gains over FedAvg: setting, mean and deviation, as
+        gains: What every algorithm gains over FedAvg: setting, mean and half width, as
             `measured_gains` in `studies/paper/gains.py` reads it from the repository's results.
     """
 

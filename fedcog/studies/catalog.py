@@ -126,8 +126,8 @@ the text names the default.
 
 *Best for* rests on one measurement (`fedcog reproduce methods`, [Results](results.md)): the points
 of test accuracy after the last round above FedAvg, on CIFAR-10 with ten clients, at these defaults,
-where the mean over three seeds exceeds the deviation of the difference. Nothing was tuned for this
-setting, so *no clear gain* does not mean that a method cannot do better.
+where the 95 % confidence interval of the difference over three seeds is above 0. Nothing was tuned
+for this setting, so *no clear gain* does not mean that a method cannot do better.
 
 | algorithm | summary | best for | sends | receives | keeps | sums |
 | --- | --- | --- | --- | --- | --- | --- |

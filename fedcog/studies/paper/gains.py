@@ -1,6 +1,5 @@
 """What every method gains over FedAvg, as the stored results of the study of methods show it."""
 
-import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -8,7 +7,7 @@ from typing import NamedTuple
 from fedcog.algorithms import ALGORITHMS
 from fedcog.studies.paper import methods
 from fedcog.studies.result_store import Results
-from fedcog.studies.statistics import cell_values
+from fedcog.studies.statistics import cell_values, paired_difference
 from fedcog.studies.study import Cell
 
 SETTING_WORDS = {
@@ -27,17 +26,17 @@ class Gain(NamedTuple):
     Attributes:
         setting: The setting.
         mean: Mean difference over seeds.
-        deviation: Sample standard deviation of the difference.
+        half_width: Half of its 95 % confidence interval, from Student's t.
     """
 
     setting: str
     mean: float
-    deviation: float
+    half_width: float
 
     @property
     def is_clear(self) -> bool:
-        """Whether it is above 0 by more than its deviation."""
-        return self.mean > self.deviation
+        """Whether the confidence interval is above 0."""
+        return self.mean > self.half_width
 
 
 def measured_gains(results: Path) -> dict[str, list[Gain]]:
@@ -59,12 +58,11 @@ def measured_gains(results: Path) -> dict[str, list[Gain]]:
         rows = {cell.row for cell in _own_cells(study.cells, name)}
         gains = []
         for (block, row), last in values.items():
-            fedavg = values[block, "FedAvg"]
-            shared = last.keys() & fedavg.keys()
-            if row in rows and len(shared) >= MIN_SEEDS:
-                differences = [last[seed] - fedavg[seed] for seed in sorted(shared)]
-                mean = round(statistics.fmean(differences), 2)
-                gains.append(Gain(block, mean, round(statistics.stdev(differences), 2)))
+            difference = paired_difference(last, values[block, "FedAvg"])
+            if row not in rows or difference is None or difference.num_pairs < MIN_SEEDS:
+                continue
+            half_width = difference.half_width or 0.0
+            gains.append(Gain(block, round(difference.mean, 2), round(half_width, 2)))
         found[name] = gains
     return found
 
